@@ -1,0 +1,250 @@
+"""CUDA C++ at run time: NVRTC through ``cuda.core``, a cache on disk, and launches on PyTorch's current stream.
+
+A build is the source, the macros that specialise it, the compiler and the architecture; its hash names the cache entry, which
+holds a checksum, so that a damaged entry is compiled again. The source with its macros is kept beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import logging
+import os
+import struct
+import tempfile
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import config
+from .errors import CacheWarning, CaptureError, CompileError, LaunchError
+
+SOURCES = Path(__file__).parent.parent / "kernels" / "cuda"
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")  # what the sources are tested for
+
+logger = logging.getLogger("flashdwc")
+_lock = threading.RLock()
+_kernels: dict[tuple[str, int], Any] = {}
+_warned_about_cache = False
+
+if hasattr(os, "register_at_fork"):  # a child forked while another thread compiled must not wait for that thread
+
+    def _renew_lock() -> None:
+        global _lock
+        _lock = threading.RLock()
+
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+def why_unavailable() -> str | None:
+    """Why no kernel can be compiled here; None if one can."""
+    if find_spec("cuda") is None or find_spec("cuda.core") is None:
+        return "the package cuda-core is not installed: pip install 'cuda-core[cu13]'"
+    return None
+
+
+@lru_cache(maxsize=32)
+def architecture(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+
+
+@lru_cache(maxsize=1)
+def _sources_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.glob("*.cu*")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def compiler_version() -> str:
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
+
+
+def _full_source(name: str, macros: Mapping[str, int]) -> str:
+    lines = [f"#define {macro} {int(value)}" for macro, value in sorted(macros.items())]
+    return "\n".join(lines) + f'\n#include "{name}.cu"\n'
+
+
+def _key(source: str, arch: str) -> str:
+    parts = (source, _sources_digest(), compiler_version(), arch)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def compile_source(source: str, name: str, arch: str, verbose: bool = False) -> tuple[bytes, str]:
+    """Compiles to a cubin; returns it with the compiler's log (``verbose`` adds registers and spills to it)."""
+    from cuda.core import Program, ProgramOptions
+
+    log = io.StringIO()
+    options = ProgramOptions(
+        name=f"{name}_specialised.cu",
+        arch=arch,
+        std="c++17",
+        include_path=str(SOURCES),
+        ptxas_options=["-v"] if verbose else None,
+    )
+    try:
+        program = Program(source, "c++", options)
+        return bytes(program.compile("cubin", logs=log).code), log.getvalue()
+    except Exception as error:
+        path = _keep_source(source, name)
+        raise CompileError(f"{name} for {arch} did not compile; source: {path}\n{log.getvalue()}\n{error}") from error
+
+
+def _keep_source(source: str, name: str) -> str:
+    handle, path = tempfile.mkstemp(prefix=f"flashdwc-{name}-", suffix=".cu")
+    with os.fdopen(handle, "w") as file:
+        file.write(source)
+    return path
+
+
+def build(name: str, macros: Mapping[str, int], arch: str) -> bytes:
+    """The cubin of a kernel, from the cache on disk or from the compiler."""
+    source = _full_source(name, macros)
+    path = config.cache_dir / f"{name}-{arch}-{_key(source, arch)}.cubin"
+    cubin = _read_entry(path)
+    if cubin is None:
+        if config.verbose:
+            logger.warning("compiling %s for %s: %s", name, arch, dict(macros))
+        cubin, _ = compile_source(source, name, arch)
+        _write_entry(path, cubin, source)
+    return cubin
+
+
+def _read_entry(path: Path) -> bytes | None:
+    try:
+        entry = path.read_bytes()
+    except OSError:
+        return None
+    checksum, cubin = entry[:32], entry[32:]
+    return cubin if hashlib.sha256(cubin).digest() == checksum else None
+
+
+def _write_entry(path: Path, cubin: bytes, source: str) -> None:
+    global _warned_about_cache
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for target, content in (
+            (path.with_suffix(".cu"), source.encode()),
+            (path, hashlib.sha256(cubin).digest() + cubin),
+        ):
+            handle, temporary = tempfile.mkstemp(dir=path.parent)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.replace(temporary, target)  # other processes see all of it or nothing
+    except OSError as error:
+        if not _warned_about_cache:
+            _warned_about_cache = True
+            warnings.warn(
+                f"the kernel cache {path.parent} cannot be written ({error}); kernels are compiled anew in each process. "
+                "FLASHDWC_CACHE_DIR names another place.",
+                CacheWarning,
+                stacklevel=2,
+            )
+
+
+def load(name: str, macros: Mapping[str, int], device: torch.device, shared_bytes: int) -> int:
+    """Handle of the kernel ``name`` on a device, compiled and loaded where it is not yet."""
+    from cuda.bindings import driver
+    from cuda.core import ObjectCode
+
+    key = (_full_source(name, macros), device.index or 0)
+    with _lock:
+        if key not in _kernels:
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureError(
+                    f"{name} would have to be compiled during the capture of a CUDA graph: call it once with these shapes first"
+                )
+            with torch.cuda.device(device):
+                torch.cuda.current_stream().query()  # makes the device's context current in this thread
+                kernel = ObjectCode.from_cubin(build(name, macros, architecture(device)), name=name).get_kernel(name)
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                (code,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device.index or 0)
+                if code != driver.CUresult.CUDA_SUCCESS:
+                    capability = torch.cuda.get_device_capability(device)
+                    raise LaunchError(
+                        f"{name}: {shared_bytes} bytes of shared memory refused, capability {capability}: {code!r}"
+                    )
+            _kernels[key] = kernel  # keeps the module loaded
+    return int(_kernels[key].handle)
+
+
+class Launcher:
+    """A kernel with its grid and its one struct of parameters, ready to run with other pointers.
+
+    ``layout`` is the struct's format; ``pointers`` are the positions in it, in 8-byte words, that a call fills in.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        macros: Mapping[str, int],
+        device: torch.device,
+        *,
+        blocks: int,
+        threads: int,
+        shared_bytes: int,
+        layout: str,
+        values: Sequence[int],
+        pointers: Sequence[int],
+    ) -> None:
+        from cuda.bindings import driver
+
+        self._launch, self._success = driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS
+        self._name, self._device = name, device
+        self._handle = driver.CUfunction(load(name, macros, device, shared_bytes))
+        self._shape = (blocks, 1, 1, threads, 1, 1, shared_bytes)
+        self._parameters = struct.pack(layout, *values)
+        self._pointers = tuple(pointers)
+        self._free: list[tuple] = []  # parameter buffers that no thread is using
+
+    def __call__(self, *addresses: int) -> None:
+        index = self._device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self(*addresses)
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = self._new_buffer()
+        words = buffer[0]
+        for position, address in zip(self._pointers, addresses):
+            words[position] = address
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        (code,) = self._launch(self._handle, *self._shape, stream, buffer[1], 0)
+        self._free.append(buffer)
+        if code != self._success:
+            self._recover(code, addresses)
+
+    def _new_buffer(self) -> tuple:
+        size = (len(self._parameters) + 7) // 8
+        words = (ctypes.c_int64 * size).from_buffer_copy(self._parameters.ljust(size * 8, b"\0"))
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(words))
+        return words, ctypes.addressof(arguments), arguments
+
+    def _recover(self, code: Any, addresses: Sequence[int]) -> None:
+        from cuda.bindings import driver
+
+        if code == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread that has not used the device yet
+            _, context = driver.cuDevicePrimaryCtxRetain(self._device.index)
+            driver.cuCtxSetCurrent(context)
+            driver.cuDevicePrimaryCtxRelease(self._device.index)  # PyTorch holds it
+            buffer = self._new_buffer()
+            for position, address in zip(self._pointers, addresses):
+                buffer[0][position] = address
+            stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+            (code,) = self._launch(self._handle, *self._shape, stream, buffer[1], 0)
+        if code != self._success:
+            capability = torch.cuda.get_device_capability(self._device)
+            raise LaunchError(f"{self._name}: launch refused on {self._device}, capability {capability}: {code!r}")

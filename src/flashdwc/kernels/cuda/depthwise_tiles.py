@@ -1,0 +1,314 @@
+"""Tiles of the depthwise kernels: which part of the problem a block takes, and how it lies in shared memory.
+
+The numbers become macros of ``depthwise_conv.cu`` and ``depthwise_weight_grad.cu``, whose names for them they bear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import ceil
+
+MAX_WARPS = 16
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a convolution: output ``o``, input ``i`` and tap ``k`` meet where ``o * s + k * d - p == i * u``."""
+
+    size: int  # of the input
+    out: int
+    k: int
+    s: int
+    d: int
+    p: int
+    u: int = 1
+
+    @property
+    def phase(self) -> int:
+        return self.p % self.u
+
+    @property
+    def first(self) -> int:
+        return self.p // self.u
+
+    def span(self, taps: int, outputs: int) -> int:
+        """Inputs that ``taps`` taps reach from ``outputs`` neighbouring outputs."""
+        return ((taps - 1) * self.d + (outputs - 1) * self.s - self.phase) // self.u + 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the choice of a tile depends on."""
+
+    images: int
+    channels: int  # of the result (of the weight, for its gradient)
+    vertical: Axis
+    horizontal: Axis
+    spread: int = 1  # results that one input channel feeds
+    sum: int = 1  # input channels that feed one result
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
+
+
+def _conflicts(blocks: int, groups: int, images: int, step: int, group_pitch: int, image_pitch: int) -> int:
+    """Worst number of the 8 rows of a matrix that fall into the same 16 bytes of the banks; pitches in 16-byte units."""
+    worst = 0
+    for half in (0, 8):
+        slots = [0] * 8
+        for m in range(half, half + 8):
+            at = m % blocks * step + m // blocks % groups * group_pitch + m // (blocks * groups) * image_pitch
+            slots[at % 8] += 1
+        worst = max(worst, *slots)
+    return worst
+
+
+@lru_cache(maxsize=4096)
+def _pitches(
+    blocks: int, groups: int, images: int, step: int, group_rows: int, columns: int, rows: int
+) -> tuple[int, int]:
+    """Pitch of rows and of images, in elements, that keeps ldmatrix free of bank conflicts where padding can."""
+
+    def cost(pads: tuple[int, int]) -> float:
+        row, image = columns // 8 + pads[0], rows * (columns // 8 + pads[0]) + pads[1]
+        return _conflicts(blocks, groups, images, step, group_rows * row, image) + 2 * image * images / (
+            rows * columns * images / 8
+        )
+
+    row_pad, image_pad = min(product(range(4 if groups > 1 else 1), range(8 if images > 1 else 1)), key=cost)
+    row = columns + 8 * row_pad
+    return row, rows * row + 8 * image_pad
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Blocks x groups x images = 16, the M of one mma."""
+
+    channels: int
+    blocks: int
+    groups: int
+    images: int
+    rows: int  # output rows of a group
+    sets: int  # of groups, one warp each
+    chunk: int  # filter rows in shared memory, or in registers for the weight gradient
+    warps: int
+    per_sm: int  # blocks that shall fit a multiprocessor
+
+    @property
+    def out_rows(self) -> int:
+        return self.sets * self.groups * self.rows
+
+
+def conv_macros(problem: Problem, tile: Tile) -> tuple[dict[str, int], int]:
+    """Macros of ``depthwise_conv.cu`` and the shared memory in bytes."""
+    v, h = problem.vertical, problem.horizontal
+    window = _round_up(h.span(h.k, 8 * h.u), 8)
+    columns = (tile.blocks - 1) * 8 * h.s + window
+    group_step = tile.rows // v.u * v.s
+    rows = (tile.sets * tile.groups - 1) * group_step + v.span(v.k, tile.rows)
+    row_pitch, image_pitch = _pitches(tile.blocks, tile.groups, tile.images, h.s, group_step, columns, rows)
+    out_image = tile.out_rows * tile.blocks * 8 * h.u
+    out_image += 8 if tile.images > 1 else 0
+    plane = max(tile.images * image_pitch, tile.images * out_image)
+    octet = _octet_pitch(tile.channels, plane)
+    front = (8 * h.u - 1) * h.s
+    filter_row = _round_up(front + (window - 1) * h.u + h.phase + 1, 2)
+    filter_pitch = 2 * filter_row + 2 if h.u == 1 and h.s % 2 else filter_row
+    shared = 2 * (tile.channels // 8 * octet + tile.channels * min(tile.chunk, v.k) * filter_pitch)
+    return {
+        **_common_macros(problem, tile),
+        "UH": v.u, "UW": h.u, "PHASE_H": v.phase, "PHASE_W": h.phase, "FIRST_H": v.first, "FIRST_W": h.first,
+        "SETS": tile.sets, "CHUNK": tile.chunk, "SUM": problem.sum,
+        "ROW_PITCH": row_pitch, "IMAGE_PITCH": image_pitch, "PLANE_PITCH": plane, "OCTET_PITCH": octet,
+        "OUT_IMAGE_PITCH": out_image,
+    }, shared  # fmt: skip
+
+
+def weight_grad_macros(problem: Problem, tile: Tile) -> tuple[dict[str, int], int]:
+    """Macros of ``depthwise_weight_grad.cu`` and the shared memory in bytes."""
+    v, h = problem.vertical, problem.horizontal
+    window = _round_up(h.span(h.k, 8), 16)
+    columns = (tile.blocks - 1) * 8 * h.s + window
+    group_step = tile.rows * v.s
+    rows = (tile.groups - 1) * group_step + v.span(tile.chunk, tile.rows)
+    row_pitch, image_pitch = _pitches(tile.blocks, tile.groups, tile.images, h.s, group_step, columns, rows)
+    out_columns = tile.blocks * 8
+    _, out_image = _pitches(tile.blocks, 1, tile.images * tile.groups, 1, 0, out_columns, tile.rows * tile.groups)
+    plane, out_plane = tile.images * image_pitch, tile.images * out_image
+    octet, out_octet = _octet_pitch(tile.channels, plane), _octet_pitch(tile.channels, out_plane)
+    shared = max(2 * tile.channels // 8 * (octet + out_octet), tile.warps * window * 8 * 4)
+    return {
+        **_common_macros(problem, tile),
+        "HEIGHT": tile.chunk,
+        "ROW_PITCH": row_pitch, "IMAGE_PITCH": image_pitch, "PLANE_PITCH": plane, "OCTET_PITCH": octet,
+        "OUT_IMAGE_PITCH": out_image, "OUT_PLANE_PITCH": out_plane, "OUT_OCTET_PITCH": out_octet,
+    }, shared  # fmt: skip
+
+
+def _octet_pitch(channels: int, plane: int) -> int:
+    """Spreads the octets that neighbouring threads of the loader write over the banks."""
+    return _round_up(8 * plane, 64) + (64 // (channels // 8) if channels > 8 else 0)
+
+
+def _common_macros(problem: Problem, tile: Tile) -> dict[str, int]:
+    v, h = problem.vertical, problem.horizontal
+    return {
+        "KH": v.k, "KW": h.k, "SH": v.s, "SW": h.s, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p,
+        "SPREAD": problem.spread, "CHANNELS": tile.channels, "BLOCKS": tile.blocks, "GROUPS": tile.groups,
+        "IMAGES": tile.images, "ROWS": tile.rows, "THREADS": 32 * tile.warps, "BLOCKS_PER_SM": tile.per_sm,
+    }  # fmt: skip
+
+
+def _block_shapes(problem: Problem, rows: int) -> Iterator[tuple[int, int, int]]:
+    """Blocks, groups, images: as wide as the map, then as tall, then over images."""
+    across = min(8, _power_of_two(-(-problem.horizontal.out // (8 * problem.horizontal.u))))
+    down = min(16 // across, _power_of_two(-(-problem.vertical.out // rows)))
+    yield across, down, 16 // (across * down)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Relative time of a launch; the coefficients were fitted to some five hundred tiles measured on an H200."""
+
+    narrow: float  # 8 channels (16 bytes) of a pixel in a request, against 16
+    wide: float  # 32 channels
+    store: float  # writing an element, against reading one
+    product: float  # one m16n8k16 product of a channel, in elements read
+    matrix: float  # fetching its operands
+    enough_warps: float  # that hide the lesser of traffic and arithmetic behind the greater
+    exposed: float
+    hidden: float
+    block: float  # starting a block, in elements read
+    rounding: float  # of the number of waves of blocks upwards
+    multiprocessors: int = 132
+
+    def __call__(
+        self, tile: Tile, resident: int, blocks: int, loaded: int, stored: int, products: float, matrices: float
+    ) -> float:
+        traffic = loaded * {8: self.narrow, 16: 1.0, 32: self.wide}[tile.channels] + self.store * stored
+        arithmetic = self.product * products + self.matrix * matrices
+        overlap = self.exposed - self.hidden * min(1.0, resident * tile.warps / self.enough_warps)
+        time = max(traffic, arithmetic) + overlap * min(traffic, arithmetic) + self.block
+        waves = max(1.0, blocks / (self.multiprocessors * resident))
+        waves = self.rounding * ceil(waves) + (1 - self.rounding) * waves
+        return tile.channels * resident * waves * time
+
+
+CONV_COST = CostModel(1.377, 0.843, 0.867, 60.0, 40.0, 25.6, 1.941, 1.087, 534.0, 0.32)
+WEIGHT_GRAD_COST = CostModel(1.118, 0.77, 0.875, 85.3, 12.3, 29.1, 1.957, 0.901, 247.0, 0.0)
+
+
+def grid(problem: Problem, tile: Tile) -> tuple[int, int, int, int]:
+    """All blocks, tiles across, tiles down, blocks of channels."""
+    across = -(-problem.horizontal.out // (tile.blocks * 8 * problem.horizontal.u))
+    down = -(-problem.vertical.out // tile.out_rows)
+    channel_blocks = -(-problem.channels // tile.channels)
+    return channel_blocks * across * down * -(-problem.images // tile.images), across, down, channel_blocks
+
+
+def _resident(shared: int, shared_limit: int, warps: int, registers: int) -> int:
+    """Blocks that fit a multiprocessor at once, up to three; 0 where not even one has the registers."""
+    by_shared = (shared_limit + 1024) // (shared + 1024)  # the driver takes 1 KiB of each
+    by_registers = 65536 // (32 * warps * _round_up(registers, 8)) if registers <= 240 else 0
+    return min(by_shared, by_registers, 3)
+
+
+@lru_cache(maxsize=4096)
+def conv_tile(problem: Problem, shared_limit: int) -> Tile | None:
+    """The tile for a forward convolution or an input gradient; None where none fits the shared memory."""
+    best: tuple[float, Tile] | None = None
+    for tile in _conv_candidates(problem):
+        _, shared = conv_macros(problem, tile)
+        resident = _resident(shared, shared_limit, tile.warps, _conv_registers(problem, tile))
+        if shared <= shared_limit and resident:
+            cost = _conv_cost(problem, tile, resident)
+            if best is None or cost < best[0]:
+                best = cost, replace(tile, per_sm=resident)
+    return best[1] if best else None
+
+
+def _conv_candidates(problem: Problem) -> Iterator[Tile]:
+    v, h = problem.vertical, problem.horizontal
+    for channels, rows, sets in product((32, 16, 8), range(v.u, 16 // h.u + 1, v.u), (1, 2)):
+        for (blocks, groups, images), chunk in product(_block_shapes(problem, rows), _chunks(v)):
+            stays = v.k > chunk or problem.sum > 1 or sets > 1
+            for warps in {channels * sets} if stays else {8, min(16, channels)}:
+                if warps <= MAX_WARPS:
+                    yield Tile(channels, blocks, groups, images, rows, sets, chunk, warps, 1)
+
+
+def _chunks(v: Axis) -> set[int]:
+    """Filter rows to hold at once: all of a small filter, else 8 to 16, without a remainder where possible."""
+    if v.k <= 16:
+        return {_round_up(v.k, v.u)}
+    even = [n for n in range(16, 7, -1) if v.k % n == 0 and n % v.u == 0]
+    return {even[0] if even else 16}
+
+
+def _conv_registers(problem: Problem, tile: Tile) -> int:
+    u, partial = problem.horizontal.u, problem.vertical.k % tile.chunk != 0
+    return max(80, u * (4 * tile.rows + 2 * min(tile.rows, tile.chunk)) + (40 if partial else 30))
+
+
+def _conv_cost(problem: Problem, tile: Tile, resident: int) -> float:
+    v, h = problem.vertical, problem.horizontal
+    window = _round_up(h.span(h.k, 8 * h.u), 8)
+    rows = (tile.sets * tile.groups - 1) * (tile.rows // v.u * v.s) + v.span(v.k, tile.rows)
+    return CONV_COST(
+        tile,
+        resident,
+        grid(problem, tile)[0] * problem.sum,
+        loaded=tile.images * rows * ((tile.blocks - 1) * 8 * h.s + window),
+        stored=tile.images * tile.out_rows * tile.blocks * 8 * h.u,
+        products=window / 16 * h.u * tile.rows * v.k * tile.sets,
+        matrices=window / 16 * v.span(v.k, tile.rows) * tile.sets * (1 + 0.5 * h.u),
+    )
+
+
+@lru_cache(maxsize=4096)
+def weight_grad_tile(problem: Problem, shared_limit: int) -> Tile | None:
+    """The tile for a weight gradient; None where none fits the shared memory or the registers."""
+    best: tuple[float, Tile] | None = None
+    for tile in _weight_grad_candidates(problem):
+        _, shared = weight_grad_macros(problem, tile)
+        resident = _resident(shared, shared_limit, tile.warps, _weight_grad_registers(problem, tile))
+        if shared <= shared_limit and resident:
+            cost = _weight_grad_cost(problem, tile, resident)
+            if best is None or cost < best[0]:
+                best = cost, replace(tile, per_sm=resident)
+    return best[1] if best else None
+
+
+def _weight_grad_candidates(problem: Problem) -> Iterator[Tile]:
+    for channels, rows, height in product((32, 16, 8), range(1, 17), range(1, min(problem.vertical.k, 16) + 1)):
+        for (blocks, groups, images), warps in product(_block_shapes(problem, rows), {8, min(16, channels)}):
+            yield Tile(channels, blocks, groups, images, rows, 1, height, warps, 1)
+
+
+def _weight_grad_registers(problem: Problem, tile: Tile) -> int:
+    h = problem.horizontal
+    sums = tile.channels // tile.warps * tile.chunk * 4 * _round_up(h.span(h.k, 8), 16) // 16
+    return sums + 2 * min(tile.rows, tile.chunk) + 76  # more than 255 do not exist
+
+
+def _weight_grad_cost(problem: Problem, tile: Tile, resident: int) -> float:
+    v, h = problem.vertical, problem.horizontal
+    window = _round_up(h.span(h.k, 8), 16)
+    rows = (tile.groups - 1) * tile.rows * v.s + v.span(tile.chunk, tile.rows)
+    return WEIGHT_GRAD_COST(
+        tile,
+        resident,
+        grid(problem, tile)[0] * -(-v.k // tile.chunk),
+        loaded=tile.images * rows * ((tile.blocks - 1) * 8 * h.s + window),
+        stored=tile.images * tile.out_rows * tile.blocks * 8,
+        products=window // 16 * tile.rows * tile.chunk,
+        matrices=window // 16 * v.span(tile.chunk, tile.rows) + tile.rows / 2,
+    )

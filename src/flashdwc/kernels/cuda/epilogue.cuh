@@ -1,0 +1,14 @@
+// What happens to an element between global memory and the arithmetic (prologue), and between the arithmetic and global memory
+// (epilogue). A kernel takes both as template parameters, so that a fusion is one more struct here.
+#pragma once
+#include "mma.cuh"
+
+struct Identity {  // applied to the two 16-bit elements of a word; what lies outside the input is zero before and after
+  static constexpr bool KEEPS_ZERO = true;
+  __device__ __forceinline__ u32 operator()(u32 pair, int channel) const { return pair; }
+};
+
+struct AddBias {
+  const u16* bias;  // [C] or null
+  __device__ __forceinline__ float operator()(float sum, int channel) const { return bias ? sum + to_float(bias[channel]) : sum; }
+};

@@ -1,0 +1,69 @@
+// Element types, conversions and tensor-core instructions. No header of the CUDA toolkit is needed, which keeps compilation fast.
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i64 = long long;
+
+#if BF16
+#define ELEMENT "bf16"
+#else
+#define ELEMENT "f16"
+#endif
+
+__device__ __forceinline__ float to_float(u16 v) {
+#if BF16
+  return __uint_as_float(u32(v) << 16);
+#else
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
+  return f;
+#endif
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 v;
+  asm("cvt.rn." ELEMENT "x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+__device__ __forceinline__ u16 from_float(float v) { return u16(pack(v, 0.f)); }
+
+// Sets the sign bit of each half whose exponent is all ones (inf or NaN).
+__device__ __forceinline__ u32 non_finite(u32 v) {
+#if BF16
+  return (v & 0x7fff7fffu) + 0x00800080u;
+#else
+  return (v & 0x7fff7fffu) + 0x04000400u;
+#endif
+}
+constexpr u32 NON_FINITE_BITS = 0x80008000u;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+// Four (two) 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrix4(u32 (&a)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void load_matrix2(u32 (&a)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1},[%2];" : "=r"(a[0]), "=r"(a[1]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void load_matrix4_transposed(u32 (&a)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void load_matrix2_transposed(u32 (&a)[2], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1},[%2];" : "=r"(a[0]), "=r"(a[1]) : "r"(address) : "memory");
+}
+
+// d[16x8] += a[16x16] b[16x8]; lane (g, t) = (lane / 4, lane % 4) holds d[g][2t, 2t+1] and d[g+8][2t, 2t+1].
+__device__ __forceinline__ void mma16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma8(float (&d)[4], const u32 (&a)[4], u32 b0) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b0));
+}

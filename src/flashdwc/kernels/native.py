@@ -1,0 +1,107 @@
+"""PyTorch's own kernels as a backend: the choice wherever they are the fastest, and the fallback for all else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core.backend import Backend, Plan
+
+CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {2: F.conv2d, 3: F.conv3d}
+
+
+def _covers_everything(*args: object) -> None:
+    return None
+
+
+def symmetric(padding: Sequence[int]) -> bool:
+    return tuple(padding[::2]) == tuple(padding[1::2])
+
+
+def pad(x: Tensor, padding: Sequence[int]) -> Tensor:
+    """Zero padding given as (low, high) of each dimension, the first dimension first."""
+    reversed_pairs = [p for i in reversed(range(0, len(padding), 2)) for p in padding[i : i + 2]]
+    return F.pad(x, reversed_pairs)
+
+
+def _crop(x: Tensor, padding: Sequence[int]) -> Tensor:
+    return pad(x, [-p for p in padding])
+
+
+def tf32_allowed(precision: str) -> bool:
+    return torch.backends.cudnn.allow_tf32 if precision == "auto" else precision == "tf32"
+
+
+def _must_avoid_tf32(x: Tensor, precision: str) -> bool:
+    """True where PyTorch's switches allow TF32 and the caller does not: only its contiguous kernels are always IEEE."""
+    return x.is_cuda and x.dtype is torch.float32 and precision == "ieee"
+
+
+def _plan_forward(x: Tensor, w: Tensor, b: Tensor | None, stride, padding, dilation, precision: str, impl: str) -> Plan:
+    groups, spatial = x.shape[1], x.dim() - 2
+    convolution = CONVOLUTIONS[spatial]
+    ieee = _must_avoid_tf32(x, precision)
+    even = symmetric(padding)
+    low = padding[::2] if even else (0,) * spatial
+
+    def run(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        if not even:
+            x = pad(x, padding)
+        if not ieee:
+            return convolution(x, w, b, stride, low, dilation, groups)
+        cudnn = torch.backends.cudnn
+        switches = (cudnn.benchmark, cudnn.deterministic, cudnn.enabled, False)
+        return torch._convolution(x, w, b, stride, low, dilation, False, [0] * spatial, groups, *switches)
+
+    return run
+
+
+def _backward(dy: Tensor, x: Tensor, w: Tensor, geometry: tuple, ieee: bool, mask: list[bool]) -> list[Tensor]:
+    stride, low, dilation = geometry
+    if ieee:
+        dy, x, w = dy.contiguous(), x.contiguous(), w.contiguous()
+    return torch.ops.aten.convolution_backward(
+        dy, x, w, None, stride, low, dilation, False, [0] * len(stride), x.shape[1], mask
+    )
+
+
+def _plan_input_grad(dy: Tensor, w: Tensor, input_size, stride, padding, dilation, precision: str, impl: str) -> Plan:
+    ieee = _must_avoid_tf32(dy, precision)
+    even = symmetric(padding)
+    geometry = (stride, padding[::2] if even else (0,) * len(stride), dilation)
+    spatial = [n + (0 if even else padding[2 * i] + padding[2 * i + 1]) for i, n in enumerate(input_size[2:])]
+    size = (*input_size[:2], *spatial)
+
+    def run(dy: Tensor, w: Tensor) -> Tensor:
+        x = dy.new_empty(1).expand(size)  # only its metadata is used
+        dx = _backward(dy, x, w, geometry, ieee, [True, False, False])[0]
+        return dx if even else _crop(dx, padding)
+
+    return run
+
+
+def _plan_weight_grad(
+    dy: Tensor, x: Tensor, weight_size, weight_stride, stride, padding, dilation, precision, impl
+) -> Plan:
+    ieee = _must_avoid_tf32(dy, precision)
+    even = symmetric(padding)
+    geometry = (stride, padding[::2] if even else (0,) * len(stride), dilation)
+
+    def run(dy: Tensor, x: Tensor) -> Tensor:
+        w = dy.new_empty(weight_size)
+        dw = _backward(dy, x if even else pad(x, padding), w, geometry, ieee, [False, True, False])[1]
+        return dw.contiguous()
+
+    return run
+
+
+def _describe(*args: object) -> str:
+    return "PyTorch's own kernel; its determinism switches apply"
+
+
+forward = Backend("torch", _covers_everything, _plan_forward, describe=_describe)
+input_grad = Backend("torch", _covers_everything, _plan_input_grad, describe=_describe)
+weight_grad = Backend("torch", _covers_everything, _plan_weight_grad, describe=_describe)

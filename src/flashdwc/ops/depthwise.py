@@ -1,0 +1,272 @@
+"""Depthwise convolution: the public functions. They bring the arguments into one form and call the operators declared in
+:mod:`flashdwc.ops.depthwise_operators`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .depthwise_operators import forward, input_grad, weight_grad
+
+__all__ = [
+    "depthwise_conv1d",
+    "depthwise_conv2d",
+    "depthwise_conv3d",
+    "depthwise_conv_transpose2d",
+    "forward",
+    "input_grad",
+    "weight_grad",
+]
+
+PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+
+
+def _numbers(name: str, value: int | Sequence[int], n: int) -> tuple[int, ...]:
+    if isinstance(value, (int, torch.SymInt)):
+        return (value,) * n
+    values = tuple(value)
+    if len(values) not in (1, n) or not all(isinstance(v, (int, torch.SymInt)) for v in values):
+        raise ValueError(f"{name}: expected an int or {n} of them, got {value!r}")
+    return values * n if len(values) == 1 else values
+
+
+def _resolve_padding(
+    padding: str | int | Sequence[int], stride: Sequence[int], dilation: Sequence[int], kernel: Sequence[int]
+) -> tuple[int, ...]:
+    """(low, high) of each dimension."""
+    n = len(kernel)
+    if isinstance(padding, str):
+        if padding == "valid":
+            return (0,) * (2 * n)
+        if padding != "same":
+            raise ValueError(f"padding: expected 'same', 'valid' or numbers, got {padding!r}")
+        if any(s != 1 for s in stride):
+            raise ValueError(f"padding: expected stride 1 with 'same', got stride {tuple(stride)}")
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel)]
+        return tuple(p for total in totals for p in (total // 2, total - total // 2))
+    if n == 2 and not isinstance(padding, int) and len(padding) == 4:
+        left, right, top, bottom = padding
+        return top, bottom, left, right
+    return tuple(p for low in _numbers("padding", padding, n) for p in (low, low))
+
+
+def _geometry(n: int, stride, padding, dilation, kernel: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    stride, dilation = _numbers("stride", stride, n), _numbers("dilation", dilation, n)
+    if any(s < 1 for s in stride) or any(d < 1 for d in dilation):
+        raise ValueError(f"stride, dilation: expected positive numbers, got stride {stride}, dilation {dilation}")
+    return stride, _resolve_padding(padding, stride, dilation, kernel), dilation
+
+
+_cached_geometry = lru_cache(maxsize=1024)(_geometry)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _explicit_padding(x: Tensor, padding: tuple[int, ...], mode: str) -> Tensor:
+    if mode not in PADDING_MODES:
+        raise ValueError(f"padding_mode: expected one of {', '.join(PADDING_MODES)}, got {mode!r}")
+    pairs = [(padding[2 * i], padding[2 * i + 1]) for i in range(len(padding) // 2)]
+    sizes = x.shape[2:]
+    for i, (n, pair) in enumerate(zip(sizes, pairs)):
+        limit = {"reflect": n - 1, "circular": n}.get(mode)
+        if limit is not None and max(pair) > limit:
+            raise ValueError(
+                f"padding: expected at most {limit} with padding_mode {mode!r} for size {n} (dim {i}), got {pair}"
+            )
+    return F.pad(x, [p for pair in reversed(pairs) for p in pair], mode=mode)
+
+
+def _convolve(
+    n: int, input: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, mode, precision, impl
+):
+    for name, t in (("input", input), ("weight", weight), ("bias", bias)):
+        if not (isinstance(t, Tensor) or (t is None and name == "bias")):
+            raise TypeError(f"{name}: expected a Tensor, got {type(t).__name__}")
+    if weight.dim() != n + 2:
+        raise ValueError(f"weight: expected {n + 2} dimensions [C * m, 1, *kernel], got shape {tuple(weight.shape)}")
+    unbatched = input.dim() == n + 1
+    if unbatched:
+        input = input.unsqueeze(0)
+    elif input.dim() != n + 2:
+        raise ValueError(f"input: expected {n + 1} or {n + 2} dimensions, got shape {tuple(input.shape)}")
+    if torch.compiler.is_compiling():
+        stride, padding, dilation = _geometry(n, stride, padding, dilation, tuple(weight.shape[2:]))
+    else:
+        kernel = tuple(int(k) for k in weight.shape[2:])  # torch.jit.trace makes tensors of sizes
+        stride, padding, dilation = _cached_geometry(
+            n, _hashable(stride), _hashable(padding), _hashable(dilation), kernel
+        )
+    if mode != "zeros":
+        input = _explicit_padding(input, padding, mode)
+        padding = (0,) * len(padding)
+    if n == 1:
+        input, weight = input.unsqueeze(2), weight.unsqueeze(2)
+        stride, padding, dilation = (1, *stride), (0, 0, *padding), (1, *dilation)
+    y = forward(input, weight, bias, stride, padding, dilation, precision or "auto", impl)
+    if n == 1:
+        y = y.squeeze(2)
+    return y.squeeze(0) if unbatched else y
+
+
+def depthwise_conv2d(
+    input: Tensor,  # [N, C, H, W] or [C, H, W]
+    weight: Tensor,  # [C * m, 1, kH, kW]
+    bias: Tensor | None = None,  # [C * m]
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    *,
+    padding_mode: str = "zeros",
+    precision: str | None = None,
+    impl: str = "auto",
+) -> Tensor:  # [N, C * m, H', W']
+    """``F.conv2d(input, weight, bias, stride, padding, dilation, groups=C)``, with the same memory format.
+
+    Output channel ``c * m + i`` is input channel ``c`` filtered with ``weight[c * m + i]``:
+    ``y[n, o, p, q] = bias[o] + sum_{k, l} weight[o, 0, k, l] input[n, o // m, p * s + k * d - top, q * s + l * d - left]``.
+    Taps that fall on the zero padding do not take part, so a non-finite weight there leaves the result finite.
+
+    Args:
+        input: float16, bfloat16, float32 or float64, with any strides, on any device; the batch may be empty.
+        weight: of the input's dtype and device; ``m`` is the channel multiplier.
+        bias: added to each output channel.
+        stride: steps in pixels, one for both dimensions or (vertical, horizontal).
+        padding: pixels at each side: an int, (vertical, horizontal), (left, right, top, bottom), ``"valid"`` (none) or
+            ``"same"`` (output size = input size, stride 1; an odd total puts the extra pixel at the end).
+        dilation: distance of the taps in pixels.
+        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+        precision: float32 on CUDA: ``"ieee"``, ``"tf32"``, or None for what PyTorch's switches say.
+        impl: ``"auto"``, ``"cuda"``, ``"cpu"`` or ``"torch"``; an explicit choice never falls back.
+
+    Gradients of any order for input, weight and bias; forward-mode AD; ``vmap``; sums are kept in float32 or wider.
+
+    Raises:
+        TypeError, ValueError: an argument is off; the message names it, what was expected and what came.
+        UnsupportedError: the explicit ``impl`` does not cover the call.
+
+    Source: depthwise convolution as in Howard et al., MobileNets (2017); large kernels on GPUs after Flash-DWC (ACM TACO).
+    """
+    return _convolve(2, input, weight, bias, stride, padding, dilation, padding_mode, precision, impl)
+
+
+def depthwise_conv1d(
+    input: Tensor,  # [N, C, L] or [C, L]
+    weight: Tensor,  # [C * m, 1, kL]
+    bias: Tensor | None = None,  # [C * m]
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    *,
+    causal: bool = False,
+    padding_mode: str = "zeros",
+    precision: str | None = None,
+    impl: str = "auto",
+) -> Tensor:  # [N, C * m, L']
+    """As :func:`depthwise_conv2d`, along one dimension: ``F.conv1d(..., groups=C)``.
+
+    With ``causal=True`` the input is padded with ``dilation * (kL - 1)`` zeros on the left only, so that position ``p``
+    sees nothing after ``p``; ``padding`` must then be left at 0.
+    """
+    if not causal:
+        return _convolve(1, input, weight, bias, stride, padding, dilation, padding_mode, precision, impl)
+    if padding not in (0, (0,), [0]) or padding_mode != "zeros":
+        raise ValueError(f"padding: expected 0 and mode 'zeros' with causal=True, got {padding!r} and {padding_mode!r}")
+    if input.dim() not in (2, 3) or weight.dim() != 3:
+        shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
+        raise ValueError(f"input, weight: expected [N, C, L] or [C, L] and [C * m, 1, kL], got {shapes}")
+    (step,), (gap,) = _numbers("stride", stride, 1), _numbers("dilation", dilation, 1)
+    left = gap * (weight.shape[-1] - 1)
+    y = _convolve(
+        2,
+        input.unsqueeze(-2),
+        weight.unsqueeze(-2),
+        bias,
+        (1, step),
+        (left, 0, 0, 0),
+        (1, gap),
+        "zeros",
+        precision,
+        impl,
+    )
+    return y.squeeze(-2)
+
+
+def depthwise_conv3d(
+    input: Tensor,  # [N, C, D, H, W] or [C, D, H, W]
+    weight: Tensor,  # [C * m, 1, kD, kH, kW]
+    bias: Tensor | None = None,  # [C * m]
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    *,
+    padding_mode: str = "zeros",
+    precision: str | None = None,
+    impl: str = "auto",
+) -> Tensor:  # [N, C * m, D', H', W']
+    """As :func:`depthwise_conv2d`, in three dimensions: ``F.conv3d(..., groups=C)``."""
+    return _convolve(3, input, weight, bias, stride, padding, dilation, padding_mode, precision, impl)
+
+
+def depthwise_conv_transpose2d(
+    input: Tensor,  # [N, C, H, W] or [C, H, W]
+    weight: Tensor,  # [C, m, kH, kW]
+    bias: Tensor | None = None,  # [C * m]
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    *,
+    precision: str | None = None,
+    impl: str = "auto",
+) -> Tensor:  # [N, C * m, H', W'], H' = (H - 1) stride - 2 padding + dilation (kH - 1) + output_padding + 1
+    """``F.conv_transpose2d(input, weight, bias, stride, padding, output_padding, C, dilation)``: the adjoint of
+    :func:`depthwise_conv2d` in its input. Arguments, dtypes and errors as there."""
+    if weight.dim() != 4 or input.dim() not in (3, 4):
+        shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
+        raise ValueError(f"input, weight: expected [N, C, H, W] or [C, H, W] and [C, m, kH, kW], got {shapes}")
+    unbatched = input.dim() == 3
+    x = input.unsqueeze(0) if unbatched else input
+    channels, multiplier, *kernel = weight.shape
+    if x.shape[1] != channels:
+        raise ValueError(f"weight: expected [{x.shape[1]}, m, kH, kW] for that input, got {tuple(weight.shape)}")
+    if bias is not None and tuple(bias.shape) != (channels * multiplier,):
+        raise ValueError(f"bias: expected shape ({channels * multiplier},), got {tuple(bias.shape)}")
+    stride, padding, dilation = (
+        _numbers(name, value, 2) for name, value in (("stride", stride), ("padding", padding), ("dilation", dilation))
+    )
+    extra = _numbers("output_padding", output_padding, 2)
+    if any(e < 0 or e >= max(s, d) for e, s, d in zip(extra, stride, dilation)):
+        raise ValueError(f"output_padding: expected 0 to max(stride, dilation) - 1, got {extra}")
+    # rows beyond those that the high padding gives back see no input: they are zeros appended at the end
+    inside = [min(e, p + s - 1) for e, p, s in zip(extra, padding, stride)]
+    high = [p - max(0, e - (s - 1)) for p, e, s in zip(padding, inside, stride)]
+    size = [
+        (n - 1) * s - 2 * p + d * (k - 1) + e + 1
+        for n, s, p, d, k, e in zip(x.shape[2:], stride, padding, dilation, kernel, inside)
+    ]
+    if any(n < 1 for n in size):
+        raise ValueError(f"input: expected an output of at least one pixel, got output size {tuple(size)}")
+    if multiplier > 1:
+        x = x.repeat_interleave(multiplier, 1)
+    y = input_grad(
+        x,
+        weight.reshape(channels * multiplier, 1, *kernel),
+        (x.shape[0], channels * multiplier, *size),
+        stride,
+        (padding[0], high[0], padding[1], high[1]),
+        dilation,
+        precision or "auto",
+        impl,
+    )
+    if inside != list(extra):
+        y = F.pad(y, [0, extra[1] - inside[1], 0, extra[0] - inside[0]])
+    if bias is not None:
+        y = y + bias.view(-1, 1, 1)
+    return y.squeeze(0) if unbatched else y

@@ -1,0 +1,389 @@
+"""Declarations of depthwise convolution's three operators: forward, input gradient and weight gradient.
+
+They are linear in each of their two tensors and are each other's derivatives, so gradients of any order close over
+them. Inside, one-dimensional data is viewed as ``[N, C, 1, L]``, and padding is (low, high) of each dimension in order; :mod:`flashdwc.ops.depthwise` is the
+public face.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+from ..core.backend import Backend, Cost, Plan
+from ..core.op import Operator
+from ..kernels import native, reference
+from ..kernels.cpu import depthwise as cpu
+from ..kernels.cuda import depthwise as cuda
+from ..kernels.reference import conv_output_size
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PRECISIONS = ("auto", "ieee", "tf32")
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+# --- what the arguments must be ----------------------------------------------------------------------------------------
+
+
+def _check_tensors(first: str, x: Tensor, **others: Tensor | None) -> None:
+    for name, t in {first: x, **others}.items():
+        if t is None:
+            continue
+        if t.dtype not in DTYPES:
+            raise TypeError(f"{name}: expected dtype float16, bfloat16, float32 or float64, got {t.dtype}")
+        if t.dtype != x.dtype:
+            raise TypeError(f"{name}: expected the dtype of {first}, {x.dtype}, got dtype {t.dtype}")
+        if t.device != x.device:
+            raise ValueError(f"{name}: expected the device of {first}, {x.device}, got device {t.device}")
+
+
+def _check_geometry(
+    spatial: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    precision: str,
+) -> None:
+    for name, values in (("stride", stride), ("dilation", dilation), ("kernel size", kernel)):
+        if any(v < 1 for v in values):
+            raise ValueError(f"{name}: expected positive numbers, got {tuple(values)}")
+    if any(p < 0 for p in padding):
+        raise ValueError(f"padding: expected non-negative numbers, got {tuple(padding)}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: expected None, 'ieee' or 'tf32', got {precision!r}")
+    for i, (n, k, d) in enumerate(zip(spatial, kernel, dilation)):
+        padded, reach = n + padding[2 * i] + padding[2 * i + 1], d * (k - 1) + 1
+        if padded < reach:
+            raise ValueError(
+                f"weight: expected a kernel that fits the padded input, got extent {reach} (size {k}, dilation {d}) "
+                f"over padded size {padded} of spatial dimension {i} (input {tuple(spatial)})"
+            )
+
+
+def _check_channels(channels: int, w: Sequence[int], b: Tensor | None = None) -> None:
+    if w[1] != 1 or channels == 0 or w[0] == 0 or w[0] % channels:
+        expected = f"[{channels} * multiplier, 1, *kernel] for an input of {channels} channels"
+        raise ValueError(f"weight: expected shape {expected}, got {tuple(w)}")
+    if b is not None and tuple(b.shape) != (w[0],):
+        raise ValueError(f"bias: expected shape ({w[0]},), one for each output channel, got {tuple(b.shape)}")
+
+
+def _check_forward(x, w, b, stride, padding, dilation, precision, impl) -> None:
+    _check_tensors("input", x, weight=w, bias=b)
+    _check_channels(x.shape[1], w.shape, b)
+    _check_geometry(x.shape[2:], w.shape[2:], stride, padding, dilation, precision)
+
+
+def _check_grad_size(dy: Tensor, x: Sequence[int], w: Sequence[int], stride, padding, dilation, precision) -> None:
+    _check_channels(x[1], w)
+    _check_geometry(x[2:], w[2:], stride, padding, dilation, precision)
+    expected = (x[0], w[0], *conv_output_size(x[2:], w[2:], stride, padding, dilation))
+    if tuple(dy.shape) != expected:
+        raise ValueError(f"grad_output: expected shape {expected}, got {tuple(dy.shape)}")
+
+
+def _check_input_grad(dy, w, input_size, stride, padding, dilation, precision, impl) -> None:
+    _check_tensors("grad_output", dy, weight=w)
+    _check_grad_size(dy, input_size, w.shape, stride, padding, dilation, precision)
+
+
+def _check_weight_grad(dy, x, weight_size, weight_stride, stride, padding, dilation, precision, impl) -> None:
+    _check_tensors("grad_output", dy, input=x)
+    _check_grad_size(dy, x.shape, weight_size, stride, padding, dilation, precision)
+
+
+# --- what the results look like ----------------------------------------------------------------------------------------
+
+
+def output_format(a: Tensor, w: Tensor | None = None) -> torch.memory_format:
+    """PyTorch's rule: channels_last where one of the operands suggests it (but not for float64 on CUDA)."""
+    if a.is_cuda and a.dtype is torch.float64:
+        return torch.contiguous_format
+    channels_last = CHANNELS_LAST[a.dim()]
+    suggested = any(t is not None and suggest_memory_format(t) is channels_last for t in (a, w))
+    return channels_last if suggested else torch.contiguous_format
+
+
+def _fake_forward(x, w, b, stride, padding, dilation, precision, impl) -> Tensor:
+    size = conv_output_size(x.shape[2:], w.shape[2:], stride, padding, dilation)
+    return torch.empty(
+        (x.shape[0], w.shape[0], *size), dtype=x.dtype, device=x.device, memory_format=output_format(x, w)
+    )
+
+
+def _fake_input_grad(dy, w, input_size, stride, padding, dilation, precision, impl) -> Tensor:
+    return torch.empty(tuple(input_size), dtype=dy.dtype, device=dy.device, memory_format=output_format(dy, w))
+
+
+def _fake_weight_grad(dy, x, weight_size, weight_stride, stride, padding, dilation, precision, impl) -> Tensor:
+    return torch.empty_strided(tuple(weight_size), tuple(weight_stride), dtype=dy.dtype, device=dy.device)
+
+
+def packed_strides(w: Tensor) -> tuple[int, ...]:
+    """Strides for the gradient of ``w``: its own where its memory is packed in order (so that ``grad`` and parameter
+    agree to the letter, size-1 dimensions included), else those of a contiguous tensor."""
+    contiguous, expected = [], 1
+    for n in reversed(w.shape):
+        contiguous.append(expected)
+        expected *= n
+    contiguous.reverse()
+    same = all(n == 1 or s == c for n, s, c in zip(w.shape, w.stride(), contiguous))
+    return tuple(w.stride()) if same else tuple(contiguous)
+
+
+# --- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, first: Tensor, second: Tensor) -> None:
+    """Keeps of the two factors only the one that the other's gradient needs."""
+    needs_first, needs_second = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(first if needs_second else None, second if needs_first else None)
+
+
+def _setup_forward(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, w, _, *ctx.geometry = inputs
+    ctx.input_size, ctx.weight_size, ctx.weight_stride = tuple(x.shape), tuple(w.shape), packed_strides(w)
+    _save(ctx, x, w)
+
+
+def _backward_forward(ctx: Any, g: Tensor) -> tuple:
+    x, w = ctx.saved_tensors[:2]
+    need = ctx.needs_input_grad
+    dx = input_grad(g, w, ctx.input_size, *ctx.geometry) if need[0] else None
+    dw = weight_grad(g, x, ctx.weight_size, ctx.weight_stride, *ctx.geometry) if need[1] else None
+    db = g.sum([0, *range(2, g.dim())]) if need[2] else None
+    return dx, dw, db, *[None] * len(ctx.geometry)
+
+
+def _setup_input_grad(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    dy, w, ctx.input_size, *ctx.geometry = inputs
+    ctx.weight_size, ctx.weight_stride = tuple(w.shape), packed_strides(w)
+    _save(ctx, dy, w)
+
+
+def _backward_input_grad(ctx: Any, g: Tensor) -> tuple:
+    dy, w = ctx.saved_tensors[:2]
+    need = ctx.needs_input_grad
+    ddy = forward(g, w, None, *ctx.geometry) if need[0] else None
+    dw = weight_grad(dy, g, ctx.weight_size, ctx.weight_stride, *ctx.geometry) if need[1] else None
+    return ddy, dw, None, *[None] * len(ctx.geometry)
+
+
+def _setup_weight_grad(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    dy, x, _, _, *ctx.geometry = inputs
+    ctx.input_size = tuple(x.shape)
+    _save(ctx, dy, x)
+
+
+def _backward_weight_grad(ctx: Any, g: Tensor) -> tuple:
+    dy, x = ctx.saved_tensors[:2]
+    need = ctx.needs_input_grad
+    ddy = forward(x, g, None, *ctx.geometry) if need[0] else None
+    dx = input_grad(dy, g, ctx.input_size, *ctx.geometry) if need[1] else None
+    return ddy, dx, None, None, *[None] * len(ctx.geometry)
+
+
+def _jvp_forward(primals: Sequence[Tensor], tangents: Sequence[Tensor | None], *geometry: Any) -> Tensor:
+    (x, w, b), (tx, tw, tb) = primals, tangents
+    bias = None if tb is None else tb.view(-1, *[1] * (x.dim() - 2))
+    terms = [forward(tx, w, None, *geometry)] if tx is not None else []
+    terms += [forward(x, tw, None, *geometry)] if tw is not None else []
+    total = sum(terms[1:], terms[0]) if terms else torch.zeros_like(forward(x, w, b, *geometry))
+    return total if bias is None else total + bias
+
+
+def _bilinear_jvp(operator: Any) -> Any:
+    def jvp(primals: Sequence[Tensor], tangents: Sequence[Tensor | None], *constants: Any) -> Tensor:
+        (p, q), (tp, tq) = primals, tangents
+        terms = [operator(tp, q, *constants)] if tp is not None else []
+        terms += [operator(p, tq, *constants)] if tq is not None else []
+        return sum(terms[1:], terms[0])
+
+    return jvp
+
+
+# --- vmap: a batch of inputs joins the batch, a batch of weights joins the channels -------------------------------------
+
+
+def _into(t: Tensor | None, batch_dim: int | None, batch: int, dim: int) -> Tensor | None:
+    """Folds the vmapped dimension of ``t`` into its dimension ``dim`` (expands it where there is none)."""
+    if t is None:
+        return None
+    t = (
+        t.unsqueeze(dim).expand(*t.shape[:dim], batch, *t.shape[dim:])
+        if batch_dim is None
+        else t.movedim(batch_dim, dim)
+    )
+    return t.flatten(dim, dim + 1)
+
+
+def _vmap_forward(info: Any, in_dims: tuple, x, w, b, *geometry: Any) -> tuple[Tensor, int]:
+    n, (dx, dw, db) = info.batch_size, in_dims[:3]
+    if dw is None and db is None:
+        return forward(_into(x, dx, n, 0), w, b, *geometry).unflatten(0, (n, -1)), 0
+    y = forward(_into(x, dx, n, 1), _into(w, dw, n, 0), _into(b, db, n, 0), *geometry)
+    return y.unflatten(1, (n, -1)), 1
+
+
+def _vmap_input_grad(info: Any, in_dims: tuple, dy, w, input_size, *geometry: Any) -> tuple[Tensor, int]:
+    n, (ddy, dw) = info.batch_size, in_dims[:2]
+    images, channels, *spatial = input_size
+    if dw is None:
+        return input_grad(_into(dy, ddy, n, 0), w, (n * images, channels, *spatial), *geometry).unflatten(0, (n, -1)), 0
+    dx = input_grad(_into(dy, ddy, n, 1), _into(w, dw, n, 0), (images, n * channels, *spatial), *geometry)
+    return dx.unflatten(1, (n, -1)), 1
+
+
+def _vmap_weight_grad(
+    info: Any, in_dims: tuple, dy, x, weight_size, weight_stride, *geometry: Any
+) -> tuple[Tensor, int]:
+    n, (ddy, dx) = info.batch_size, in_dims[:2]
+    size = (n * weight_size[0], *weight_size[1:])
+    strides = torch.empty(size, device="meta").stride()
+    dw = weight_grad(_into(dy, ddy, n, 1), _into(x, dx, n, 1), size, strides, *geometry)
+    return dw.unflatten(0, (n, -1)), 0
+
+
+# --- the CPU backend ---------------------------------------------------------------------------------------------------
+
+
+def _on_cpu(run: Callable[..., Tensor], tensors: int) -> Backend:
+    def why_not(x: Tensor, *_: Any) -> str | None:
+        return None if x.device.type == "cpu" else f"the tensors are on {x.device}"
+
+    def plan(*args: Any) -> Plan:
+        constants = args[tensors:-2]  # all but precision and impl
+        return lambda *operands: run(*operands, *constants)
+
+    return Backend(
+        "cpu", why_not, plan, describe=lambda *_: "PyTorch operators in the formulation that is fast for the shape"
+    )
+
+
+def _cpu_weight_grad(dy: Tensor, x: Tensor, weight_size, weight_stride, *geometry: Any) -> Tensor:
+    return cpu.weight_grad(dy, x, weight_size, *geometry).as_strided(weight_size, weight_stride)
+
+
+# --- declarations ------------------------------------------------------------------------------------------------------
+
+
+def _cost(*sizes: Sequence[int], taps: Sequence[int], positions: Sequence[int], dtype: torch.dtype) -> Cost:
+    """``sizes``: of all operands and the result; ``positions``: size of the forward's output."""
+    numel = [_product(s) for s in sizes]
+    return Cost(bytes=sum(numel) * dtype.itemsize, flops=2 * _product(positions) * _product(taps))
+
+
+def _product(values: Sequence[int]) -> int:
+    total = 1
+    for v in values:
+        total *= int(v)
+    return total
+
+
+def _cost_forward(x, w, b, *geometry) -> Cost:
+    y = _fake_forward(x.to("meta"), w.to("meta"), b, *geometry).shape
+    return _cost(x.shape, w.shape, y, taps=w.shape[2:], positions=y, dtype=x.dtype)
+
+
+def _cost_input_grad(dy, w, input_size, *_) -> Cost:
+    return _cost(dy.shape, w.shape, input_size, taps=w.shape[2:], positions=dy.shape, dtype=dy.dtype)
+
+
+def _cost_weight_grad(dy, x, weight_size, *_) -> Cost:
+    return _cost(dy.shape, x.shape, weight_size, taps=weight_size[2:], positions=dy.shape, dtype=dy.dtype)
+
+
+def _gradients_of_forward(x, w, b, *geometry) -> list[tuple[Operator, tuple]]:
+    dy = _fake_forward(x, w, b, *geometry)
+    *geometry, _ = geometry
+    return [
+        (input_grad, (dy, w, tuple(x.shape), *geometry, "auto")),
+        (weight_grad, (dy, x, tuple(w.shape), packed_strides(w), *geometry, "auto")),
+    ]
+
+
+def _shapes() -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple, tuple, tuple]]:
+    """Input size, weight size, stride, padding, dilation: small cases that touch every branch."""
+    yield (2, 3, 9, 8), (3, 1, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1)
+    yield (1, 8, 7, 7), (8, 1, 7, 7), (1, 1), (3, 3, 3, 3), (1, 1)
+    yield (2, 4, 10, 7), (8, 1, 3, 5), (2, 1), (0, 2, 2, 1), (1, 2)
+    yield (2, 1, 6, 5), (2, 1, 2, 2), (2, 3), (1, 0, 0, 1), (1, 1)
+    yield (1, 2, 1, 12), (2, 1, 1, 4), (1, 1), (0, 0, 3, 0), (1, 1)
+    yield (1, 2, 4, 5, 6), (4, 1, 3, 2, 3), (1, 2, 1), (1, 1, 0, 1, 1, 1), (1, 1, 2)
+
+
+def _tensor(size: Sequence[int], device: Any, dtype: torch.dtype) -> Tensor:
+    return torch.randn(tuple(size), dtype=torch.float64).to(device, dtype)
+
+
+def _samples_forward(device: Any, dtype: torch.dtype) -> Iterator[tuple]:
+    for i, (x, w, *geometry) in enumerate(_shapes()):
+        b = _tensor(w[:1], device, dtype) if i % 2 else None
+        yield _tensor(x, device, dtype), _tensor(w, device, dtype), b, *geometry, "auto", "auto"
+
+
+def _samples_input_grad(device: Any, dtype: torch.dtype) -> Iterator[tuple]:
+    for x, w, *geometry in _shapes():
+        dy = (x[0], w[0], *conv_output_size(x[2:], w[2:], *geometry))
+        yield _tensor(dy, device, dtype), _tensor(w, device, dtype), x, *geometry, "auto", "auto"
+
+
+def _samples_weight_grad(device: Any, dtype: torch.dtype) -> Iterator[tuple]:
+    for x, w, *geometry in _shapes():
+        dy = (x[0], w[0], *conv_output_size(x[2:], w[2:], *geometry))
+        strides = torch.empty(w).stride()
+        yield _tensor(dy, device, dtype), _tensor(x, device, dtype), w, strides, *geometry, "auto", "auto"
+
+
+_GEOMETRY = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, str precision, str impl"
+
+forward = Operator(
+    f"depthwise_conv(Tensor x, Tensor w, Tensor? b, {_GEOMETRY}) -> Tensor",
+    tensors=3,
+    reference=reference.depthwise_conv,
+    backends=(cuda.forward, _on_cpu(cpu.forward, 3), native.forward),
+    check=_check_forward,
+    fake=_fake_forward,
+    setup_context=_setup_forward,
+    backward=_backward_forward,
+    jvp=_jvp_forward,
+    vmap=_vmap_forward,
+    cost=_cost_forward,
+    samples=_samples_forward,
+    gradients=_gradients_of_forward,
+)
+
+input_grad = Operator(
+    f"depthwise_conv_input_grad(Tensor dy, Tensor w, SymInt[] input_size, {_GEOMETRY}) -> Tensor",
+    tensors=2,
+    reference=reference.depthwise_conv_input_grad,
+    backends=(cuda.input_grad, _on_cpu(cpu.input_grad, 2), native.input_grad),
+    check=_check_input_grad,
+    fake=_fake_input_grad,
+    setup_context=_setup_input_grad,
+    backward=_backward_input_grad,
+    jvp=_bilinear_jvp(lambda *args: input_grad(*args)),
+    vmap=_vmap_input_grad,
+    cost=_cost_input_grad,
+    samples=_samples_input_grad,
+)
+
+weight_grad = Operator(
+    f"depthwise_conv_weight_grad(Tensor dy, Tensor x, SymInt[] weight_size, SymInt[] weight_stride, {_GEOMETRY}) -> Tensor",
+    tensors=2,
+    reference=reference.depthwise_conv_weight_grad,
+    backends=(cuda.weight_grad, _on_cpu(_cpu_weight_grad, 2), native.weight_grad),
+    check=_check_weight_grad,
+    fake=_fake_weight_grad,
+    setup_context=_setup_weight_grad,
+    backward=_backward_weight_grad,
+    jvp=_bilinear_jvp(lambda *args: weight_grad(*args)),
+    vmap=_vmap_weight_grad,
+    cost=_cost_weight_grad,
+    samples=_samples_weight_grad,
+)
