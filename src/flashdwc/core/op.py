@@ -27,6 +27,11 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 MAX_PLANS = 4096  # bounds the memory of a program whose shapes never repeat
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing_state = torch._C._get_tracing_state
+_any_autocast = torch._C._is_any_autocast_enabled
+_transforms_active = torch._C._are_functorch_transforms_active
+_grad_enabled = torch.is_grad_enabled
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # of ``torch.autograd.grad(is_grads_batched=True)``
 
 
@@ -67,19 +72,26 @@ class Operator:
         tensors = args[: self.tensors]
         if args[-1].__class__ is Recorder:
             return self._record(*autocast(tensors), *args[self.tensors :])
+        differentiable = False
         for t in tensors:
-            if t is not None and (t.__class__ not in _PLAIN_TYPES or t.is_neg() or _is_legacy_batched(t)):
-                return self._registered(*args)
-        if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+            if t is not None:
+                if t.__class__ not in _PLAIN_TYPES or t.is_neg() or _is_legacy_batched(t):
+                    return self._registered(*args)
+                if t.requires_grad:
+                    differentiable = True
+        if _dispatch_modes() or _tracing_state() is not None:
             return self._registered(*args)
-        if torch._C._is_any_autocast_enabled():
-            args = (*autocast(tensors), *args[self.tensors :])
-        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        if _any_autocast():
+            operands = autocast(tensors)
+            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):  # the backends choose their own types
+                return self._eager(differentiable, *operands, *args[self.tensors :])
+        return self._eager(differentiable, *args)
+
+    def _eager(self, differentiable: bool, *args: Any) -> Tensor:
+        if forward_ad._current_level >= 0 or _transforms_active():
             return self._transformable.apply(*args)
-        if torch.is_grad_enabled():
-            for t in tensors:
-                if t is not None and t.requires_grad:
-                    return self._function.apply(*args)
+        if differentiable and _grad_enabled():
+            return self._function.apply(*args)
         return self.run(*args)
 
     def run(self, *args: Any) -> Tensor:
@@ -103,11 +115,11 @@ class Operator:
         return Explanation(self.name, backend.name, reasons, backend.describe(*args), cost.bytes, cost.flops, floor)
 
     def _key(self, args: tuple) -> tuple:
-        key: list = [args[self.tensors :]]
+        key = args[self.tensors :]
         for t in args[: self.tensors]:
             # the address decides how wide a kernel may load
             key += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
-        return tuple(key)
+        return key
 
     def _make_plan(self, args: tuple) -> Plan:
         self.check(*args)

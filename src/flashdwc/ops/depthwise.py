@@ -65,10 +65,6 @@ def _geometry(n: int, stride, padding, dilation, kernel: tuple[int, ...]) -> tup
 _cached_geometry = lru_cache(maxsize=1024)(_geometry)
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _explicit_padding(x: Tensor, padding: tuple[int, ...], mode: str) -> Tensor:
     if mode not in PADDING_MODES:
         raise ValueError(f"padding_mode: expected one of {', '.join(PADDING_MODES)}, got {mode!r}")
@@ -83,26 +79,35 @@ def _explicit_padding(x: Tensor, padding: tuple[int, ...], mode: str) -> Tensor:
     return F.pad(x, [p for pair in reversed(pairs) for p in pair], mode=mode)
 
 
-def _convolve(
-    n: int, input: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, mode, precision, impl
-):
+def _check_ranks(n: int, input: Any, weight: Any, bias: Any) -> None:
+    if isinstance(input, Tensor) and isinstance(weight, Tensor) and weight.dim() == n + 2:
+        if input.dim() in (n + 1, n + 2) and (bias is None or isinstance(bias, Tensor)):
+            return
     for name, t in (("input", input), ("weight", weight), ("bias", bias)):
         if not (isinstance(t, Tensor) or (t is None and name == "bias")):
             raise TypeError(f"{name}: expected a Tensor, got {type(t).__name__}")
+    sizes = {1: "L", 2: "H, W", 3: "D, H, W"}[n]
     if weight.dim() != n + 2:
-        raise ValueError(f"weight: expected {n + 2} dimensions [C * m, 1, *kernel], got shape {tuple(weight.shape)}")
+        raise ValueError(f"weight: expected {n + 2} dimensions, channels and kernel, got shape {tuple(weight.shape)}")
+    expected = f"{n + 1} or {n + 2} dimensions, [C, {sizes}] or [N, C, {sizes}]"
+    raise ValueError(f"input: expected {expected}, got shape {tuple(input.shape)}")
+
+
+def _convolve(n: int, input: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, mode, precision, impl):
+    _check_ranks(n, input, weight, bias)
     unbatched = input.dim() == n + 1
     if unbatched:
         input = input.unsqueeze(0)
-    elif input.dim() != n + 2:
-        raise ValueError(f"input: expected {n + 1} or {n + 2} dimensions, got shape {tuple(input.shape)}")
+    kernel = weight.shape[2:]
     if torch.compiler.is_compiling():
-        stride, padding, dilation = _geometry(n, stride, padding, dilation, tuple(weight.shape[2:]))
+        stride, padding, dilation = _geometry(n, stride, padding, dilation, kernel)
     else:
-        kernel = tuple(int(k) for k in weight.shape[2:])  # torch.jit.trace makes tensors of sizes
-        stride, padding, dilation = _cached_geometry(
-            n, _hashable(stride), _hashable(padding), _hashable(dilation), kernel
-        )
+        if torch._C._get_tracing_state() is not None:  # torch.jit.trace makes tensors of sizes
+            kernel = tuple(int(k) for k in kernel)
+        try:
+            stride, padding, dilation = _cached_geometry(n, stride, padding, dilation, kernel)
+        except TypeError:  # lists
+            stride, padding, dilation = _geometry(n, stride, padding, dilation, kernel)
     if mode != "zeros":
         input = _explicit_padding(input, padding, mode)
         padding = (0,) * len(padding)
@@ -178,9 +183,7 @@ def depthwise_conv1d(
         return _convolve(1, input, weight, bias, stride, padding, dilation, padding_mode, precision, impl)
     if padding not in (0, (0,), [0]) or padding_mode != "zeros":
         raise ValueError(f"padding: expected 0 and mode 'zeros' with causal=True, got {padding!r} and {padding_mode!r}")
-    if input.dim() not in (2, 3) or weight.dim() != 3:
-        shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
-        raise ValueError(f"input, weight: expected [N, C, L] or [C, L] and [C * m, 1, kL], got {shapes}")
+    _check_ranks(1, input, weight, bias)
     (step,), (gap,) = _numbers("stride", stride, 1), _numbers("dilation", dilation, 1)
     left = gap * (weight.shape[-1] - 1)
     y = _convolve(
@@ -228,9 +231,7 @@ def depthwise_conv_transpose2d(
 ) -> Tensor:  # [N, C * m, H', W'], H' = (H - 1) stride - 2 padding + dilation (kH - 1) + output_padding + 1
     """``F.conv_transpose2d(input, weight, bias, stride, padding, output_padding, C, dilation)``: the adjoint of
     :func:`depthwise_conv2d` in its input. Arguments, dtypes and errors as there."""
-    if weight.dim() != 4 or input.dim() not in (3, 4):
-        shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
-        raise ValueError(f"input, weight: expected [N, C, H, W] or [C, H, W] and [C, m, kH, kW], got {shapes}")
+    _check_ranks(2, input, weight, bias)
     unbatched = input.dim() == 3
     x = input.unsqueeze(0) if unbatched else input
     channels, multiplier, *kernel = weight.shape

@@ -8,6 +8,7 @@ public face.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -124,68 +125,75 @@ def _fake_weight_grad(dy, x, weight_size, weight_stride, stride, padding, dilati
     return torch.empty_strided(tuple(weight_size), tuple(weight_stride), dtype=dy.dtype, device=dy.device)
 
 
+@lru_cache(maxsize=1024)
+def _packed_strides(size: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    contiguous = tuple(torch.empty(size, device="meta").stride())
+    same = all(n == 1 or s == c for n, s, c in zip(size, strides, contiguous))
+    return strides if same else contiguous
+
+
 def packed_strides(w: Tensor) -> tuple[int, ...]:
     """Strides for the gradient of ``w``: its own where its memory is packed in order (so that ``grad`` and parameter
     agree to the letter, size-1 dimensions included), else those of a contiguous tensor."""
-    contiguous, expected = [], 1
-    for n in reversed(w.shape):
-        contiguous.append(expected)
-        expected *= n
-    contiguous.reverse()
-    same = all(n == 1 or s == c for n, s, c in zip(w.shape, w.stride(), contiguous))
-    return tuple(w.stride()) if same else tuple(contiguous)
+    if torch.compiler.is_compiling():
+        return _packed_strides.__wrapped__(w.shape, w.stride())
+    try:
+        return _packed_strides(w.shape, w.stride())
+    except TypeError:  # symbolic sizes have no hash
+        return _packed_strides.__wrapped__(w.shape, w.stride())
 
 
 # --- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, first: Tensor, second: Tensor) -> None:
+def _save(ctx: Any, first: Tensor, second: Tensor, *constants: Any) -> None:
     """Keeps of the two factors only the one that the other's gradient needs."""
-    needs_first, needs_second = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(first if needs_second else None, second if needs_first else None)
+    need = ctx.needs_input_grad
+    ctx.save_for_backward(first if need[1] else None, second if need[0] else None)
+    ctx.kept = constants
 
 
 def _setup_forward(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, w, _, *ctx.geometry = inputs
-    ctx.input_size, ctx.weight_size, ctx.weight_stride = tuple(x.shape), tuple(w.shape), packed_strides(w)
-    _save(ctx, x, w)
+    x, w = inputs[:2]
+    _save(ctx, x, w, x.shape, w.shape, packed_strides(w), inputs[3:])
 
 
 def _backward_forward(ctx: Any, g: Tensor) -> tuple:
     x, w = ctx.saved_tensors[:2]
     need = ctx.needs_input_grad
-    dx = input_grad(g, w, ctx.input_size, *ctx.geometry) if need[0] else None
-    dw = weight_grad(g, x, ctx.weight_size, ctx.weight_stride, *ctx.geometry) if need[1] else None
+    input_size, weight_size, weight_stride, geometry = ctx.kept
+    dx = input_grad(g, w, input_size, *geometry) if need[0] else None
+    dw = weight_grad(g, x, weight_size, weight_stride, *geometry) if need[1] else None
     db = g.sum([0, *range(2, g.dim())]) if need[2] else None
-    return dx, dw, db, *[None] * len(ctx.geometry)
+    return dx, dw, db, *[None] * len(geometry)
 
 
 def _setup_input_grad(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    dy, w, ctx.input_size, *ctx.geometry = inputs
-    ctx.weight_size, ctx.weight_stride = tuple(w.shape), packed_strides(w)
-    _save(ctx, dy, w)
+    dy, w = inputs[:2]
+    _save(ctx, dy, w, w.shape, packed_strides(w), inputs[3:])
 
 
 def _backward_input_grad(ctx: Any, g: Tensor) -> tuple:
     dy, w = ctx.saved_tensors[:2]
     need = ctx.needs_input_grad
-    ddy = forward(g, w, None, *ctx.geometry) if need[0] else None
-    dw = weight_grad(dy, g, ctx.weight_size, ctx.weight_stride, *ctx.geometry) if need[1] else None
-    return ddy, dw, None, *[None] * len(ctx.geometry)
+    weight_size, weight_stride, geometry = ctx.kept
+    ddy = forward(g, w, None, *geometry) if need[0] else None
+    dw = weight_grad(dy, g, weight_size, weight_stride, *geometry) if need[1] else None
+    return ddy, dw, None, *[None] * len(geometry)
 
 
 def _setup_weight_grad(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    dy, x, _, _, *ctx.geometry = inputs
-    ctx.input_size = tuple(x.shape)
-    _save(ctx, dy, x)
+    dy, x = inputs[:2]
+    _save(ctx, dy, x, x.shape, inputs[4:])
 
 
 def _backward_weight_grad(ctx: Any, g: Tensor) -> tuple:
     dy, x = ctx.saved_tensors[:2]
     need = ctx.needs_input_grad
-    ddy = forward(x, g, None, *ctx.geometry) if need[0] else None
-    dx = input_grad(dy, g, ctx.input_size, *ctx.geometry) if need[1] else None
-    return ddy, dx, None, None, *[None] * len(ctx.geometry)
+    input_size, geometry = ctx.kept
+    ddy = forward(x, g, None, *geometry) if need[0] else None
+    dx = input_grad(dy, g, input_size, *geometry) if need[1] else None
+    return ddy, dx, None, None, *[None] * len(geometry)
 
 
 def _jvp_forward(primals: Sequence[Tensor], tangents: Sequence[Tensor | None], *geometry: Any) -> Tensor:

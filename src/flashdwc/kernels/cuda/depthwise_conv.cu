@@ -10,11 +10,14 @@
 //
 //   tile (one block):  CHANNELS planes, each IMAGES x TILE_ROWS x TILE_COLUMNS; item = (channel, set of GROUPS row groups), one a warp
 //
+// LEAD columns are loaded before the window and meet zeros: the tile then starts where global memory is aligned (NCHW).
+//
 // A tile that holds an inf or NaN (or whose filters do) is computed tap by tap instead, as 0 * inf in a Toeplitz zero would spread it.
+#include "by_taps.cuh"
 #include "epilogue.cuh"
 #include "tile.cuh"
 
-constexpr int WINDOW = ((KW - 1) * DW + (8 * UW - 1) * SW - PHASE_W) / UW + 1;
+constexpr int WINDOW = LEAD + ((KW - 1) * DW + (8 * UW - 1) * SW - PHASE_W) / UW + 1;
 constexpr int K8 = (WINDOW + 7) / 8, K16 = K8 / 2;
 constexpr bool TAIL = K8 % 2;
 constexpr int GROUP_STEP = ROWS / UH * SH;  // input rows between row groups
@@ -30,7 +33,7 @@ using Output = Tile<OUT_NHWC, OUT_VEC, 0, CHANNELS, IMAGES, OUT_ROWS, OUT_COLUMN
 
 // A filter row is stored with zeros around and between its taps; a lane's pair starts at any element, so where pairs are neighbours
 // (U = 1) and may start at an odd one, a second copy, shifted by one, keeps the 32-bit loads aligned.
-constexpr int FRONT = (8 * UW - 1) * SW;
+constexpr int FRONT = (8 * UW - 1) * SW + LEAD * UW;
 constexpr int FILTER_ROW = (FRONT + (8 * K8 - 1) * UW + PHASE_W + 2) / 2 * 2;
 constexpr bool PAIRS = UW == 1, COPIES = PAIRS && SW % 2;
 constexpr int FILTER_PITCH = COPIES ? 2 * FILTER_ROW + 2 : FILTER_ROW;
@@ -46,11 +49,6 @@ struct Params {
 };
 
 __device__ __forceinline__ int source_channel(int channel, int part) { return (channel * SUM + part) / SPREAD; }
-
-__device__ __forceinline__ float tap(const Params& p, int channel, int part, int kh, int kw) {
-  int k = kh * KW + kw;
-  return to_float(p.weight[i64(channel * SUM + part) * KH * KW + (ROTATE ? KH * KW - 1 - k : k)]);
-}
 
 // Filter rows first..first + CHUNK of all channels; returns non_finite() bits.
 __device__ __forceinline__ u32 load_filters(u16* filters, const Params& p, int channel0, int part, int first) {
@@ -86,7 +84,7 @@ __device__ __forceinline__ Lane make_lane(int lane, int set) {
   int m = lane & 15, g = lane >> 2, t = lane & 3;
   Lane l;
   l.input = 2 * (block(m, GROUP_STEP, ROW_PITCH, IMAGE_PITCH, 8 * SW) + 8 * (lane >> 4));
-  l.filter = FRONT + 2 * t * UW + PHASE_W - g * SW;
+  l.filter = FRONT + (2 * t - LEAD) * UW + PHASE_W - g * SW;
   if (COPIES && l.filter % 2) l.filter += FILTER_ROW + 1;
   for (int h = 0; h < 2; ++h) l.out[h] = block(g + 8 * h, ROWS, OUT_COLUMNS, OUT_IMAGE_PITCH, 8 * UW) + 2 * t;
   return l;
@@ -148,23 +146,13 @@ __device__ __forceinline__ void stage(u16* plane, const float (&acc)[UW][ROWS][4
             pack(epilogue(acc[v][r][2 * h], channel), epilogue(acc[v][r][2 * h + 1], channel));
 }
 
-// The tile tap by tap from global memory; taps outside the input are left out.
-template <class Epilogue> __device__ __noinline__ void direct(const Params& p, const Origin& out, Epilogue epilogue) {
+template <class Epilogue> __device__ __noinline__ void tile_by_taps(const Params& p, const Origin& out, Epilogue epilogue) {
   for (int i = threadIdx.x; i < CHANNELS * IMAGES * OUT_ROWS * OUT_COLUMNS; i += THREADS) {
     int channel = out.channel + i % CHANNELS, r = i / CHANNELS, column = out.column + r % OUT_COLUMNS;
     r /= OUT_COLUMNS;
     int row = out.row + r % OUT_ROWS, image = out.image + r / OUT_ROWS;
     if (channel >= p.channels || image >= p.images || row >= p.out_rows || column >= p.out_columns) continue;
-    float sum = 0;
-    for (int part = 0; part < SUM; ++part) {
-      const u16* plane = p.x.data + image * p.x.image + source_channel(channel, part) * p.x.channel;
-      for (int kh = 0; kh < KH; ++kh)
-        for (int kw = 0; kw < KW; ++kw) {
-          int y = row * SH + kh * DH - PAD_H, x = column * SW + kw * DW - PAD_W;
-          if (y < 0 || x < 0 || y % UH || x % UW || y / UH >= p.rows || x / UW >= p.columns) continue;
-          sum += to_float(plane[y / UH * p.x.row + x / UW * p.x.column]) * tap(p, channel, part, kh, kw);
-        }
-    }
+    float sum = by_taps(p, image, channel, row, column);
     p.y.data[image * p.y.image + channel * p.y.channel + row * p.y.row + column * p.y.column] = from_float(epilogue(sum, channel));
   }
 }
@@ -181,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_c
   out.image = t / p.tiles_down * IMAGES;
   out.images = p.images, out.rows = p.out_rows, out.columns = p.out_columns, out.channels = p.channels;
   in = out;
-  in.row = out.row / UH * SH - FIRST_H, in.column = out.column / UW * SW - FIRST_W;
+  in.row = out.row / UH * SH - FIRST_H, in.column = out.column / UW * SW - FIRST_W - LEAD;
   in.rows = p.rows, in.columns = p.columns;
 
   const int warp = threadIdx.x / 32;
@@ -222,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_c
       }
     }
   }
-  if (bad) return direct(p, out, epilogue);
+  if (bad) return tile_by_taps(p, out, epilogue);
   if constexpr (STAY) {
     __syncthreads();  // other warps may still read the plane
     int c = warp / SETS;

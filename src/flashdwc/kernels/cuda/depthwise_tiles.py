@@ -11,44 +11,10 @@ from functools import lru_cache
 from itertools import product
 from math import ceil
 
+from .depthwise_problem import Axis, Problem
+
+
 MAX_WARPS = 16
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One axis of a convolution: output ``o``, input ``i`` and tap ``k`` meet where ``o * s + k * d - p == i * u``."""
-
-    size: int  # of the input
-    out: int
-    k: int
-    s: int
-    d: int
-    p: int
-    u: int = 1
-
-    @property
-    def phase(self) -> int:
-        return self.p % self.u
-
-    @property
-    def first(self) -> int:
-        return self.p // self.u
-
-    def span(self, taps: int, outputs: int) -> int:
-        """Inputs that ``taps`` taps reach from ``outputs`` neighbouring outputs."""
-        return ((taps - 1) * self.d + (outputs - 1) * self.s - self.phase) // self.u + 1
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What the choice of a tile depends on."""
-
-    images: int
-    channels: int  # of the result (of the weight, for its gradient)
-    vertical: Axis
-    horizontal: Axis
-    spread: int = 1  # results that one input channel feeds
-    sum: int = 1  # input channels that feed one result
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -107,10 +73,31 @@ class Tile:
         return self.sets * self.groups * self.rows
 
 
+def _lead(problem: Problem, window: int, multiple: int) -> tuple[int, int]:
+    """(columns to load before the window, columns by which the loader shifts), for rows that are aligned in memory.
+
+    The product with zeros replaces the shift where it costs no further step of the window.
+    """
+    shift = 0 if problem.inner.nhwc else -problem.horizontal.first % problem.inner.vector
+    free = _round_up(window + shift, multiple) == _round_up(window, multiple)
+    return (shift, 0) if free else (0, shift)
+
+
+def _conv_window(problem: Problem) -> int:
+    h = problem.horizontal
+    return _round_up(h.span(h.k, 8 * h.u), 8)
+
+
+def _weight_grad_window(problem: Problem) -> int:
+    h = problem.horizontal
+    return _round_up(h.span(h.k, 8), 16)
+
+
 def conv_macros(problem: Problem, tile: Tile) -> tuple[dict[str, int], int]:
     """Macros of ``depthwise_conv.cu`` and the shared memory in bytes."""
     v, h = problem.vertical, problem.horizontal
-    window = _round_up(h.span(h.k, 8 * h.u), 8)
+    window = _conv_window(problem)
+    lead, shift = _lead(problem, h.span(h.k, 8 * h.u), 8)
     columns = (tile.blocks - 1) * 8 * h.s + window
     group_step = tile.rows // v.u * v.s
     rows = (tile.sets * tile.groups - 1) * group_step + v.span(v.k, tile.rows)
@@ -119,12 +106,12 @@ def conv_macros(problem: Problem, tile: Tile) -> tuple[dict[str, int], int]:
     out_image += 8 if tile.images > 1 else 0
     plane = max(tile.images * image_pitch, tile.images * out_image)
     octet = _octet_pitch(tile.channels, plane)
-    front = (8 * h.u - 1) * h.s
+    front = (8 * h.u - 1) * h.s + lead * h.u
     filter_row = _round_up(front + (window - 1) * h.u + h.phase + 1, 2)
     filter_pitch = 2 * filter_row + 2 if h.u == 1 and h.s % 2 else filter_row
     shared = 2 * (tile.channels // 8 * octet + tile.channels * min(tile.chunk, v.k) * filter_pitch)
     return {
-        **_common_macros(problem, tile),
+        **_common_macros(problem, tile), "LEAD": lead, "SHIFT": shift,
         "UH": v.u, "UW": h.u, "PHASE_H": v.phase, "PHASE_W": h.phase, "FIRST_H": v.first, "FIRST_W": h.first,
         "SETS": tile.sets, "CHUNK": tile.chunk, "SUM": problem.sum,
         "ROW_PITCH": row_pitch, "IMAGE_PITCH": image_pitch, "PLANE_PITCH": plane, "OCTET_PITCH": octet,
@@ -135,7 +122,8 @@ def conv_macros(problem: Problem, tile: Tile) -> tuple[dict[str, int], int]:
 def weight_grad_macros(problem: Problem, tile: Tile) -> tuple[dict[str, int], int]:
     """Macros of ``depthwise_weight_grad.cu`` and the shared memory in bytes."""
     v, h = problem.vertical, problem.horizontal
-    window = _round_up(h.span(h.k, 8), 16)
+    window = _weight_grad_window(problem)
+    lead, shift = _lead(problem, h.span(h.k, 8), 16)
     columns = (tile.blocks - 1) * 8 * h.s + window
     group_step = tile.rows * v.s
     rows = (tile.groups - 1) * group_step + v.span(tile.chunk, tile.rows)
@@ -146,7 +134,7 @@ def weight_grad_macros(problem: Problem, tile: Tile) -> tuple[dict[str, int], in
     octet, out_octet = _octet_pitch(tile.channels, plane), _octet_pitch(tile.channels, out_plane)
     shared = max(2 * tile.channels // 8 * (octet + out_octet), tile.warps * window * 8 * 4)
     return {
-        **_common_macros(problem, tile),
+        **_common_macros(problem, tile), "LEAD": lead, "SHIFT": shift,
         "HEIGHT": tile.chunk,
         "ROW_PITCH": row_pitch, "IMAGE_PITCH": image_pitch, "PLANE_PITCH": plane, "OCTET_PITCH": octet,
         "OUT_IMAGE_PITCH": out_image, "OUT_PLANE_PITCH": out_plane, "OUT_OCTET_PITCH": out_octet,
@@ -161,6 +149,8 @@ def _octet_pitch(channels: int, plane: int) -> int:
 def _common_macros(problem: Problem, tile: Tile) -> dict[str, int]:
     v, h = problem.vertical, problem.horizontal
     return {
+        "IN_NHWC": problem.inner.nhwc, "IN_VEC": problem.inner.vector,
+        "OUT_NHWC": problem.outer.nhwc, "OUT_VEC": problem.outer.vector,
         "KH": v.k, "KW": h.k, "SH": v.s, "SW": h.s, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p,
         "SPREAD": problem.spread, "CHANNELS": tile.channels, "BLOCKS": tile.blocks, "GROUPS": tile.groups,
         "IMAGES": tile.images, "ROWS": tile.rows, "THREADS": 32 * tile.warps, "BLOCKS_PER_SM": tile.per_sm,
@@ -176,7 +166,7 @@ def _block_shapes(problem: Problem, rows: int) -> Iterator[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class CostModel:
-    """Relative time of a launch; the coefficients were fitted to some five hundred tiles measured on an H200."""
+    """Relative time of a launch; the coefficients were fitted to some twelve hundred tiles measured on an H200."""
 
     narrow: float  # 8 channels (16 bytes) of a pixel in a request, against 16
     wide: float  # 32 channels
@@ -188,22 +178,33 @@ class CostModel:
     hidden: float
     block: float  # starting a block, in elements read
     rounding: float  # of the number of waves of blocks upwards
+    sharing: float  # a block's time on a multiprocessor of its own, beyond its share among residents
     multiprocessors: int = 132
 
     def __call__(
-        self, tile: Tile, resident: int, blocks: int, loaded: int, stored: int, products: float, matrices: float
+        self,
+        tile: Tile,
+        resident: int,
+        nhwc: bool,
+        blocks: int,
+        loaded: int,
+        stored: int,
+        products: float,
+        matrices: float,
     ) -> float:
-        traffic = loaded * {8: self.narrow, 16: 1.0, 32: self.wide}[tile.channels] + self.store * stored
+        width = {8: self.narrow, 16: 1.0, 32: self.wide}[tile.channels] if nhwc else 1.0
+        traffic = loaded * width + self.store * stored
         arithmetic = self.product * products + self.matrix * matrices
         overlap = self.exposed - self.hidden * min(1.0, resident * tile.warps / self.enough_warps)
         time = max(traffic, arithmetic) + overlap * min(traffic, arithmetic) + self.block
+        resident = min(resident, ceil(blocks / self.multiprocessors))  # few blocks share no multiprocessor
         waves = max(1.0, blocks / (self.multiprocessors * resident))
         waves = self.rounding * ceil(waves) + (1 - self.rounding) * waves
-        return tile.channels * resident * waves * time
+        return tile.channels * (resident + self.sharing) * waves * time
 
 
-CONV_COST = CostModel(1.377, 0.843, 0.867, 60.0, 40.0, 25.6, 1.941, 1.087, 534.0, 0.32)
-WEIGHT_GRAD_COST = CostModel(1.118, 0.77, 0.875, 85.3, 12.3, 29.1, 1.957, 0.901, 247.0, 0.0)
+CONV_COST = CostModel(1.63, 0.67, 0.31, 31.9, 72.3, 27.6, 2.73, 1.56, 437.0, 0.57, 0.26)
+WEIGHT_GRAD_COST = CostModel(1.32, 1.0, 1.50, 90.4, 0.02, 20.4, 4.82, 1.25, 2926.0, 0.57, 0.1)
 
 
 def grid(problem: Problem, tile: Tile) -> tuple[int, int, int, int]:
@@ -250,7 +251,7 @@ def _chunks(v: Axis) -> set[int]:
     if v.k <= 16:
         return {_round_up(v.k, v.u)}
     even = [n for n in range(16, 7, -1) if v.k % n == 0 and n % v.u == 0]
-    return {even[0] if even else 16}
+    return {even[0] if even else 16 // v.u * v.u}
 
 
 def _conv_registers(problem: Problem, tile: Tile) -> int:
@@ -260,11 +261,12 @@ def _conv_registers(problem: Problem, tile: Tile) -> int:
 
 def _conv_cost(problem: Problem, tile: Tile, resident: int) -> float:
     v, h = problem.vertical, problem.horizontal
-    window = _round_up(h.span(h.k, 8 * h.u), 8)
+    window = _conv_window(problem)
     rows = (tile.sets * tile.groups - 1) * (tile.rows // v.u * v.s) + v.span(v.k, tile.rows)
     return CONV_COST(
         tile,
         resident,
+        problem.inner.nhwc,
         grid(problem, tile)[0] * problem.sum,
         loaded=tile.images * rows * ((tile.blocks - 1) * 8 * h.s + window),
         stored=tile.images * tile.out_rows * tile.blocks * 8 * h.u,
@@ -288,24 +290,24 @@ def weight_grad_tile(problem: Problem, shared_limit: int) -> Tile | None:
 
 
 def _weight_grad_candidates(problem: Problem) -> Iterator[Tile]:
-    for channels, rows, height in product((32, 16, 8), range(1, 17), range(1, min(problem.vertical.k, 16) + 1)):
+    for channels, rows, height in product((16, 8), range(1, 17), range(1, min(problem.vertical.k, 16) + 1)):
         for (blocks, groups, images), warps in product(_block_shapes(problem, rows), {8, min(16, channels)}):
             yield Tile(channels, blocks, groups, images, rows, 1, height, warps, 1)
 
 
 def _weight_grad_registers(problem: Problem, tile: Tile) -> int:
-    h = problem.horizontal
-    sums = tile.channels // tile.warps * tile.chunk * 4 * _round_up(h.span(h.k, 8), 16) // 16
-    return sums + 2 * min(tile.rows, tile.chunk) + 76  # more than 255 do not exist
+    sums = tile.channels // tile.warps * tile.chunk * 4 * _weight_grad_window(problem) // 16
+    return sums + 2 * min(tile.rows, tile.chunk) + (76 if problem.inner.nhwc else 84)
 
 
 def _weight_grad_cost(problem: Problem, tile: Tile, resident: int) -> float:
     v, h = problem.vertical, problem.horizontal
-    window = _round_up(h.span(h.k, 8), 16)
+    window = _weight_grad_window(problem)
     rows = (tile.groups - 1) * tile.rows * v.s + v.span(tile.chunk, tile.rows)
     return WEIGHT_GRAD_COST(
         tile,
         resident,
+        problem.inner.nhwc,
         grid(problem, tile)[0] * -(-v.k // tile.chunk),
         loaded=tile.images * rows * ((tile.blocks - 1) * 8 * h.s + window),
         stored=tile.images * tile.out_rows * tile.blocks * 8,

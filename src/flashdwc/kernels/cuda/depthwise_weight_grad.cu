@@ -4,13 +4,14 @@
 // G[i][j] = sum_b X[8 b S + i] dY[8 b + j]  over blocks b of 8 output columns; then  dW[kh][kw] = sum_j G[j S + kw D][j].
 // Both operands come from planar tiles through transposing ldmatrix; the 16 blocks b of one mma are BLOCKS columns x GROUPS row groups
 // x IMAGES. G stays in registers, in fp32, over all tiles of a block; the diagonal sums are taken once at the end and written as one
-// of SPLITS partial results, which reduce_partials.cu adds in a fixed order.
+// of `splits` partial results, which reduce_partials.cu adds in a fixed order, or, where there is one split, as the result.
+// LEAD columns are loaded before the window: the tile then starts where global memory is aligned (NCHW).
 //
 //   block (channels, HEIGHT filter rows, split); a warp owns PER_WARP channels
 #include "epilogue.cuh"
 #include "tile.cuh"
 
-constexpr int WINDOW = (KW - 1) * DW + 7 * SW + 1;
+constexpr int WINDOW = LEAD + (KW - 1) * DW + 7 * SW + 1;
 constexpr int M16 = (WINDOW + 15) / 16;
 constexpr int GROUP_STEP = ROWS * SH;
 constexpr int SPAN = (HEIGHT - 1) * DH + (ROWS - 1) * SH + 1;
@@ -28,6 +29,7 @@ static_assert(BLOCKS * GROUPS * IMAGES == 16 && CHANNELS % WARPS == 0);
 struct Params {
   Tensor4 x, dy;
   float* partials;  // [split][channel][KH * KW]
+  u16* out;
   int images, channels, rows, columns, out_rows, out_columns, tiles_across, tiles_down, channel_blocks, height_blocks, tiles, splits;
 };
 
@@ -86,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_w
     out.image = tile / p.tiles_across / p.tiles_down * IMAGES;
     out.images = p.images, out.rows = p.out_rows, out.columns = p.out_columns, out.channels = p.channels;
     in = out;
-    in.row = out.row * SH - PAD_H + first * DH, in.column = out.column * SW - PAD_W;
+    in.row = out.row * SH - PAD_H + first * DH, in.column = out.column * SW - PAD_W - LEAD;
     in.rows = p.rows, in.columns = p.columns;
     __syncthreads();  // the previous tile is in use
     load_tile<Input, (SPREAD > 1), THREADS>(inputs, p.x, in, [](int c) { return c / SPREAD; }, Identity{});
@@ -117,8 +119,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_w
       for (int kw = lane; kw < KW; kw += 32) {
         float sum = 0.f;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) sum += scratch[(j * SW + kw * DW) * 8 + j];
-        p.partials[(i64(split) * p.channels + c) * (KH * KW) + (first + kh) * KW + kw] = sum;
+        for (int j = 0; j < 8; ++j) sum += scratch[(LEAD + j * SW + kw * DW) * 8 + j];
+        i64 at = i64(c) * (KH * KW) + (first + kh) * KW + kw;
+        if (p.splits == 1) p.out[at] = from_float(sum);
+        else p.partials[i64(split) * p.channels * (KH * KW) + at] = sum;
       }
     }
   }

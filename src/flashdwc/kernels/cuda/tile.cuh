@@ -1,7 +1,7 @@
 // Planar tiles: global memory (NHWC or NCHW, any strides and alignment) <-> shared memory as [channel][image][row][column].
 //
 // A thread moves a unit of 8 columns. NHWC: 8 pixels x 8 channels, transposed in registers. NCHW: 8 columns of one channel, shifted
-// by the padding. VEC elements is the widest access that the alignment of pointers, strides and width allows.
+// by the padding. width elements is the widest access that the alignment of pointers, strides and width allows.
 #pragma once
 #include "mma.cuh"
 
@@ -10,7 +10,7 @@ struct Tensor4 {  // strides in elements
   i64 image, channel, row, column;
 };
 
-template <int VEC> struct Access;
+template <int width> struct Access;
 template <> struct Access<8> { using type = uint4; };
 template <> struct Access<4> { using type = uint2; };
 template <> struct Access<2> { using type = u32; };
@@ -38,12 +38,12 @@ __device__ __forceinline__ void transpose(const Octet (&in)[8], Octet (&out)[8])
   }
 }
 
-// Reads 8 elements, VEC at a time, those for which inside(e) holds of the first of each VEC; the others are zero.
-template <int VEC, class Inside> __device__ __forceinline__ Octet read8(const u16* p, Inside inside) {
-  using T = typename Access<VEC>::type;
+// Reads 8 elements, width at a time, those for which inside(e) holds of the first of each width; the others are zero.
+template <int width, class Inside> __device__ __forceinline__ Octet read8(const u16* p, Inside inside) {
+  using T = typename Access<width>::type;
   Octet v;
   v.quad = make_uint4(0, 0, 0, 0);
-  if constexpr (VEC == 1) {
+  if constexpr (width == 1) {
 #pragma unroll
     for (int e = 0; e < 8; e += 2) {
       u32 low = inside(e) ? __ldg(p + e) : 0, high = inside(e + 1) ? __ldg(p + e + 1) : 0;
@@ -51,25 +51,25 @@ template <int VEC, class Inside> __device__ __forceinline__ Octet read8(const u1
     }
   } else {
 #pragma unroll
-    for (int e = 0; e < 8; e += VEC)
+    for (int e = 0; e < 8; e += width)
       if (inside(e)) {
         T piece = __ldg(reinterpret_cast<const T*>(p + e));
-        if constexpr (VEC == 8) v.quad = piece;
-        if constexpr (VEC == 4) { v.word[e / 2] = piece.x; v.word[e / 2 + 1] = piece.y; }
-        if constexpr (VEC == 2) v.word[e / 2] = piece;
+        if constexpr (width == 8) v.quad = piece;
+        if constexpr (width == 4) { v.word[e / 2] = piece.x; v.word[e / 2 + 1] = piece.y; }
+        if constexpr (width == 2) v.word[e / 2] = piece;
       }
   }
   return v;
 }
 
-template <int VEC, class Inside> __device__ __forceinline__ void write8(u16* p, const Octet& v, Inside inside) {
+template <int width, class Inside> __device__ __forceinline__ void write8(u16* p, const Octet& v, Inside inside) {
 #pragma unroll
-  for (int e = 0; e < 8; e += VEC)
+  for (int e = 0; e < 8; e += width)
     if (inside(e)) {
-      if constexpr (VEC == 8) *reinterpret_cast<uint4*>(p) = v.quad;
-      if constexpr (VEC == 4) *reinterpret_cast<uint2*>(p + e) = make_uint2(v.word[e / 2], v.word[e / 2 + 1]);
-      if constexpr (VEC == 2) *reinterpret_cast<u32*>(p + e) = v.word[e / 2];
-      if constexpr (VEC == 1) p[e] = u16(v.word[e / 2] >> (e & 1) * 16);
+      if constexpr (width == 8) *reinterpret_cast<uint4*>(p) = v.quad;
+      if constexpr (width == 4) *reinterpret_cast<uint2*>(p + e) = make_uint2(v.word[e / 2], v.word[e / 2 + 1]);
+      if constexpr (width == 2) *reinterpret_cast<u32*>(p + e) = v.word[e / 2];
+      if constexpr (width == 1) p[e] = u16(v.word[e / 2] >> (e & 1) * 16);
     }
 }
 

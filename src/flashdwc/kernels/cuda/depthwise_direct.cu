@@ -1,0 +1,124 @@
+// Depthwise convolution of few taps, forward or input gradient, 16 bit NHWC, on CUDA cores: pure memory traffic.
+//
+// Output o, input i and tap k meet where  o * S + k * D - P = i * U, as in depthwise_conv.cu. A thread owns VEC channels of a strip of
+// ROWS x COLUMNS outputs; it reads each input pixel of the strip's window once, straight from global memory, and adds it to all outputs
+// that it feeds. Filters stay in registers, in fp32, while the block walks over its strips.
+//
+// Where a filter of the block holds an inf or NaN, taps on padding are left out one by one, as 0 * inf would make NaN.
+//
+//   block:  LANES channel groups (neighbours in memory) x STRIPS strips (neighbours along the row)
+#include "by_taps.cuh"
+#include "epilogue.cuh"
+#include "pixel.cuh"
+
+constexpr int STRIPS = THREADS / LANES;
+constexpr int SPAN_H = ((KH - 1) * DH + (ROWS - 1) * SH - PHASE_H) / UH + 1;
+constexpr int SPAN_W = ((KW - 1) * DW + (COLUMNS - 1) * SW - PHASE_W) / UW + 1;
+static_assert(ROWS % UH == 0 && COLUMNS % UW == 0);
+
+struct Params {
+  Tensor4 x, y;
+  const u16 *weight, *bias;
+  int strips, channels, rows, columns, out_rows, out_columns, strips_across, strips_down, channel_blocks;
+};
+
+__device__ __forceinline__ u16 filter_element(const Params& p, int channel, int k) {
+  return p.weight[i64(channel) * KH * KW + (ROTATE ? KH * KW - 1 - k : k)];
+}
+
+// The thread's filters as floats; true where one is not finite. STAGED: through shared memory, whose accesses are in order; else each
+// thread fetches its own, which overlaps with its first pixels and so suits a thread that has one strip.
+__device__ __forceinline__ bool load_filters(float (&w)[KH * KW][VEC], const Params& p, int lane, int channel0, bool works) {
+  u32 bits = 0;
+  if constexpr (STAGED) {
+    __shared__ float filters[KH * KW][LANES * VEC];
+    for (int i = threadIdx.x; i < KH * KW * LANES * VEC; i += THREADS) {
+      int k = i % (KH * KW), c = i / (KH * KW);
+      u16 v = channel0 + c < p.channels ? filter_element(p, channel0 + c, k) : u16(0);
+      bits |= non_finite(v);
+      filters[k][c] = to_float(v);
+    }
+    bits = __syncthreads_or(bits & NON_FINITE_BITS) ? NON_FINITE_BITS : 0;
+#pragma unroll
+    for (int k = 0; k < KH * KW; ++k)
+#pragma unroll
+      for (int e = 0; e < VEC; ++e) w[k][e] = filters[k][lane * VEC + e];
+  } else {
+#pragma unroll
+    for (int k = 0; k < KH * KW; ++k)
+#pragma unroll
+      for (int e = 0; e < VEC; ++e) {
+        u16 v = works ? filter_element(p, channel0 + lane * VEC + e, k) : u16(0);
+        bits |= non_finite(v);
+        w[k][e] = to_float(v);
+      }
+  }
+  return bits & NON_FINITE_BITS;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct(const __grid_constant__ Params p) {
+  const int lane = threadIdx.x % LANES, channel0 = blockIdx.x % p.channel_blocks * LANES * VEC, channel = channel0 + lane * VEC;
+  const bool works = threadIdx.x < STRIPS * LANES && channel < p.channels;
+  float w[KH * KW][VEC];
+  const bool bad = load_filters(w, p, lane, channel0, works);
+  if (!works) return;
+  AddBias epilogue{p.bias};
+  float bias[VEC];
+#pragma unroll
+  for (int e = 0; e < VEC; ++e) bias[e] = epilogue(0.f, channel + e);
+
+  const unsigned step = gridDim.x / p.channel_blocks * STRIPS, strips = p.strips;
+  for (unsigned strip = blockIdx.x / p.channel_blocks * STRIPS + threadIdx.x / LANES; strip < strips; strip += step) {
+    const unsigned line = strip / p.strips_across;
+    const int column0 = strip % p.strips_across * COLUMNS, row0 = line % p.strips_down * ROWS, image = line / p.strips_down;
+    const int y0 = row0 / UH * SH - FIRST_H, x0 = column0 / UW * SW - FIRST_W;
+    const u16* source = p.x.data + i64(image) * p.x.image + y0 * p.x.row + x0 * p.x.column + channel;
+
+    if (bad) {
+      for (int i = 0; i < ROWS * COLUMNS * VEC; ++i) {
+        int e = i % VEC, column = column0 + i / VEC % COLUMNS, row = row0 + i / (VEC * COLUMNS);
+        if (row >= p.out_rows || column >= p.out_columns) continue;
+        float sum = epilogue(by_taps(p, image, channel + e, row, column), channel + e);
+        p.y.data[image * p.y.image + channel + e + row * p.y.row + column * p.y.column] = from_float(sum);
+      }
+      continue;
+    }
+    float acc[ROWS][COLUMNS][VEC];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) acc[r][c][e] = bias[e];
+
+#pragma unroll
+    for (int y = 0; y < SPAN_H; ++y) {
+      float in[SPAN_W][VEC];
+      const bool inside = unsigned(y0 + y) < unsigned(p.rows);
+#pragma unroll
+      for (int x = 0; x < SPAN_W; ++x)
+        read_pixel<VEC>(in[x], source + y * p.x.row + x * p.x.column, inside && unsigned(x0 + x) < unsigned(p.columns));
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const int kh = y * UH + PHASE_H - r * SH;
+        if (kh < 0 || kh % DH || kh / DH >= KH) continue;
+#pragma unroll
+        for (int x = 0; x < SPAN_W; ++x)
+#pragma unroll
+          for (int c = 0; c < COLUMNS; ++c) {
+            const int kw = x * UW + PHASE_W - c * SW;
+            if (kw < 0 || kw % DW || kw / DW >= KW) continue;
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) acc[r][c][e] += w[kh / DH * KW + kw / DW][e] * in[x][e];
+          }
+      }
+    }
+
+    u16* target = p.y.data + image * p.y.image + row0 * p.y.row + column0 * p.y.column + channel;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c)
+        if (row0 + r < p.out_rows && column0 + c < p.out_columns) write_pixel<VEC>(target + r * p.y.row + c * p.y.column, acc[r][c]);
+  }
+}

@@ -1,0 +1,135 @@
+"""What a depthwise kernel has to do: the geometry of the convolution and how its tensors lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..reference import conv_output_size
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a convolution: output ``o``, input ``i`` and tap ``k`` meet where ``o * s + k * d - p == i * u``."""
+
+    size: int  # of the input
+    out: int
+    k: int
+    s: int
+    d: int
+    p: int
+    u: int = 1
+
+    @property
+    def phase(self) -> int:
+        return self.p % self.u
+
+    @property
+    def first(self) -> int:
+        return self.p // self.u
+
+    def span(self, taps: int, outputs: int) -> int:
+        """Inputs that ``taps`` taps reach from ``outputs`` neighbouring outputs."""
+        return ((taps - 1) * self.d + (outputs - 1) * self.s - self.phase) // self.u + 1
+
+    def transposed(self) -> Axis:
+        """The axis of the input gradient, with the taps in reverse order."""
+        return Axis(self.out, self.size, self.k, 1, self.d, (self.k - 1) * self.d - self.p, self.s)
+
+
+class Layout(NamedTuple):
+    nhwc: bool  # channels are neighbours in memory, else columns are
+    vector: int  # elements of the widest aligned access
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the choice of a kernel and its tile depends on. ``inner`` is what is read with the taps, ``outer`` the other."""
+
+    images: int
+    channels: int  # of the result (of the weight, for its gradient)
+    vertical: Axis
+    horizontal: Axis
+    inner: Layout = Layout(True, 8)
+    outer: Layout = Layout(True, 8)
+    spread: int = 1  # results that one input channel feeds
+    sum: int = 1  # input channels that feed one result
+
+    @property
+    def taps(self) -> int:
+        return self.vertical.k * self.horizontal.k
+
+    @property
+    def empty(self) -> bool:
+        return self.images * self.vertical.out * self.horizontal.out == 0
+
+
+def layout(size: Sequence[int], strides: Sequence[int], address: int = 0) -> Layout | None:
+    """How the kernels read a [N, C, H, W] tensor; None where neither channels nor columns are neighbours in memory."""
+    channels, columns = size[1], size[3]
+    if strides[1] == 1 and channels > 1:
+        nhwc = True
+    elif strides[3] == 1 or columns == 1:
+        nhwc = False
+    elif channels == 1:
+        nhwc = True
+    else:
+        return None
+    steps = [s for i, (n, s) in enumerate(zip(size, strides)) if n > 1 and i != (1 if nhwc else 3)]
+    vector = 8
+    while vector > 1 and (size[1 if nhwc else 3] % vector or address % (2 * vector) or any(s % vector for s in steps)):
+        vector //= 2
+    return Layout(nhwc, vector)
+
+
+def readable(t: Tensor) -> Tensor:
+    """``t``, copied only where the kernels cannot read its strides."""
+    if layout(t.shape, t.stride()) is not None:
+        return t
+    step = {i: s for i, s in enumerate(t.stride()) if t.shape[i] > 1}
+    channels_last = step.get(1, 0) == min(step.values())
+    return t.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+def _layout_of(t: Tensor) -> Layout:
+    if t.device.type == "meta":
+        return layout(t.shape, t.stride()) or Layout(False, 1)
+    found = layout(t.shape, t.stride(), t.data_ptr() % 16)
+    if found is None:
+        copy = torch.empty_like(t, device="meta")
+        found = layout(copy.shape, copy.stride()) or Layout(False, 1)
+    return found
+
+
+def dense_layout(size: Sequence[int], memory_format: torch.memory_format) -> tuple[tuple[int, ...], Layout]:
+    """Strides and layout of a new tensor."""
+    strides = torch.empty(tuple(size), device="meta", memory_format=memory_format).stride()
+    return strides, layout(size, strides) or Layout(False, 1)
+
+
+def _axes(out: Sequence[int], inner: Sequence[int], kernel: Sequence[int], stride, padding, dilation) -> list[Axis]:
+    """Of the forward convolution."""
+    return [Axis(inner[i], out[i], kernel[i], stride[i], dilation[i], padding[2 * i]) for i in range(2)]
+
+
+def forward_problem(x: Tensor, w: Tensor, memory_format, stride, padding, dilation) -> Problem:
+    out = conv_output_size(x.shape[2:], w.shape[2:], stride, padding, dilation)
+    axes = _axes(out, x.shape[2:], w.shape[2:], stride, padding, dilation)
+    _, outer = dense_layout((x.shape[0], w.shape[0], *out), memory_format)
+    return Problem(x.shape[0], w.shape[0], *axes, _layout_of(x), outer, spread=w.shape[0] // x.shape[1])
+
+
+def input_grad_problem(dy: Tensor, w: Tensor, memory_format, input_size, stride, padding, dilation) -> Problem:
+    axes = [a.transposed() for a in _axes(dy.shape[2:], input_size[2:], w.shape[2:], stride, padding, dilation)]
+    _, outer = dense_layout(input_size, memory_format)
+    return Problem(input_size[0], input_size[1], *axes, _layout_of(dy), outer, sum=w.shape[0] // input_size[1])
+
+
+def weight_grad_problem(dy: Tensor, x: Tensor, weight_size, stride, padding, dilation) -> Problem:
+    axes = _axes(dy.shape[2:], x.shape[2:], weight_size[2:], stride, padding, dilation)
+    spread = weight_size[0] // x.shape[1]
+    return Problem(x.shape[0], weight_size[0], *axes, _layout_of(x), _layout_of(dy), spread=spread)

@@ -1,0 +1,153 @@
+"""Launches ``depthwise_conv.cu`` and ``depthwise_weight_grad.cu``: any kernel size, on tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...core import jit
+from ...core.backend import Plan
+from .depthwise_problem import Problem, dense_layout, readable
+from .depthwise_tiles import Tile, conv_macros, conv_tile, grid, weight_grad_macros, weight_grad_tile
+
+TENSOR4 = "5q"  # struct Tensor4
+MAX_BLOCKS = 2**31 - 1
+SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}  # that a block may take; else 99
+
+
+def shared_limit(device: torch.device) -> int:
+    return SHARED_KIB.get(torch.cuda.get_device_capability(device), 99) * 1024
+
+
+def why_no_tile(tile: Tile | None, problem: Problem, limit: int) -> str | None:
+    if tile is None:
+        return f"no tile of a {problem.vertical.k}x{problem.horizontal.k} kernel fits {limit // 1024} KiB of shared memory"
+    if grid(problem, tile)[0] > MAX_BLOCKS:
+        return "the grid would exceed 2^31 blocks"
+    return None
+
+
+def describe(problem: Problem, tile: Tile) -> str:
+    columns = tile.blocks * 8 * problem.horizontal.u
+    size = f"{tile.channels} channels x {tile.images} images x {tile.out_rows} rows x {columns} columns"
+    return f"tensor cores, tile {size}, {tile.warps} warps"
+
+
+def plan_conv(
+    problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
+) -> Plan:
+    """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
+    device, dtype = source.device, source.dtype
+    size = tuple(result_size)
+    strides, _ = dense_layout(size, memory_format)
+    tile = conv_tile(problem, shared_limit(device))
+    if tile is None:
+        raise RuntimeError(why_no_tile(tile, problem, shared_limit(device)))
+    macros, shared = conv_macros(problem, tile)
+    blocks, across, down, channel_blocks = grid(problem, tile)
+    vertical, horizontal = problem.vertical, problem.horizontal
+    launch = jit.Launcher(
+        "depthwise_conv",
+        {**macros, "BF16": dtype is torch.bfloat16, "ROTATE": rotate},
+        device,
+        blocks=blocks,
+        threads=32 * tile.warps,
+        shared_bytes=shared,
+        layout=f"={TENSOR4}{TENSOR4}2q9i",
+        values=[0, *readable(source).stride(), 0, *strides, 0, 0, problem.images, problem.channels, vertical.size,
+                horizontal.size, vertical.out, horizontal.out, across, down, channel_blocks],
+        pointers=(0, 5, 10, 11),
+    )  # fmt: skip
+    return conv_runner(launch, source, size, strides)
+
+
+def conv_runner(launch: jit.Launcher, source: Tensor, size: tuple[int, ...], strides: tuple[int, ...]) -> Plan:
+    device, dtype = source.device, source.dtype
+    copies = readable(source) is not source
+    def run(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        if copies:
+            x = readable(x)
+        if not w.is_contiguous():
+            w = w.contiguous()
+        bias = 0
+        if b is not None:
+            b = b.contiguous()
+            bias = b.data_ptr()
+        y = torch.empty_strided(size, strides, dtype=dtype, device=device)
+        launch(x.data_ptr(), y.data_ptr(), w.data_ptr(), bias)
+        return y
+
+    return run
+
+
+def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
+    device = x.device
+    tile = weight_grad_tile(problem, shared_limit(device))
+    if tile is None:
+        raise RuntimeError(why_no_tile(tile, problem, shared_limit(device)))
+    macros, shared = weight_grad_macros(problem, tile)
+    blocks, across, down, channel_blocks = grid(problem, tile)
+    vertical, horizontal = problem.vertical, problem.horizontal
+    tiles, height_blocks = blocks // channel_blocks, -(-vertical.k // tile.chunk)
+    splits = choose_splits(device, channel_blocks * height_blocks, tiles, tile.per_sm)
+    launch = jit.Launcher(
+        "depthwise_weight_grad",
+        {**macros, "BF16": x.dtype is torch.bfloat16},
+        device,
+        blocks=channel_blocks * height_blocks * splits,
+        threads=32 * tile.warps,
+        shared_bytes=shared,
+        layout=f"={TENSOR4}{TENSOR4}2q12i",
+        values=[0, *readable(x).stride(), 0, *readable(dy).stride(), 0, 0, problem.images, problem.channels, vertical.size,
+                horizontal.size, vertical.out, horizontal.out, across, down, channel_blocks, height_blocks, tiles, splits],
+        pointers=(0, 5, 10, 11),
+    )  # fmt: skip
+    return weight_grad_runner(launch, splits, dy, x, weight_size, weight_stride)
+
+
+def choose_splits(device: torch.device, columns: int, tiles: int, resident: int) -> int:
+    """Parts of the sum over tiles that run side by side, so that the blocks fill the device evenly four times.
+
+    One or two tiles are not worth the launch that adds their parts.
+    """
+    if tiles <= 2:
+        return 1
+    slots = resident * torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = max(1, min(tiles, -(-4 * slots // columns), 4096))
+    return -(-tiles // -(-tiles // wanted))  # as few as give each the same number of tiles
+
+
+def weight_grad_runner(launch: jit.Launcher, splits: int, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
+    """Runs the kernel and, where it leaves several partial results, adds them."""
+    device, dtype = x.device, x.dtype
+    count = 1
+    for n in weight_size:
+        count *= n
+    reduce = None
+    if splits > 1:
+        reduce = jit.Launcher(
+            "reduce_partials",
+            {"BF16": dtype is torch.bfloat16},
+            device,
+            blocks=-(-count // 32),
+            threads=256,
+            shared_bytes=0,
+            layout="=3qi",
+            values=[0, 0, count, splits],
+            pointers=(0, 1),
+        )
+
+    def run(dy: Tensor, x: Tensor) -> Tensor:
+        dy, x = readable(dy), readable(x)
+        dw = torch.empty_strided(weight_size, weight_stride, dtype=dtype, device=device)
+        if reduce is None:
+            launch(x.data_ptr(), dy.data_ptr(), 0, dw.data_ptr())
+            return dw
+        partials = torch.empty(splits * count, dtype=torch.float32, device=device)
+        launch(x.data_ptr(), dy.data_ptr(), partials.data_ptr(), 0)
+        reduce(partials.data_ptr(), dw.data_ptr())
+        return dw
+
+    return run
