@@ -215,10 +215,7 @@ class Launcher:
         self._free: list[tuple] = []  # parameter buffers that no thread is using
 
     def __call__(self, *addresses: int) -> None:
-        index = self._index
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                return self(*addresses)
+        """Launches on the current stream of the device, which must be the current one."""
         try:
             buffer = self._free.pop()
         except IndexError:
@@ -226,7 +223,7 @@ class Launcher:
         words, arguments, _ = buffer
         for position, address in zip(self._pointers, addresses):
             words[position] = address
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(index))
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._index))
         code = self._launch(*self._head, stream, arguments, None)
         if code:
             code = self._launch_again(code, stream, arguments)
@@ -234,7 +231,6 @@ class Launcher:
         if code:
             capability = torch.cuda.get_device_capability(self._device)
             raise LaunchError(f"{self._name}: launch refused on {self._device}, capability {capability}: CUDA error {code}")
-        return None
 
     def _new_buffer(self) -> tuple:
         size = (len(self._parameters) + 7) // 8

@@ -84,14 +84,14 @@ class Operator:
         if _any_autocast():
             operands = autocast(tensors)
             with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):  # the backends choose their own types
-                return self._eager(differentiable, *operands, *args[self.tensors :])
-        return self._eager(differentiable, *args)
+                return self._eager(differentiable, (*operands, *args[self.tensors :]))
+        return self._eager(differentiable, args)
 
-    def _eager(self, differentiable: bool, *args: Any) -> Tensor:
+    def _eager(self, differentiable: bool, args: tuple) -> Tensor:
         if forward_ad._current_level >= 0 or _transforms_active():
             return self._transformable.apply(*args)
         if differentiable and _grad_enabled():
-            return self._function.apply(*args)
+            return self._function(*args)
         return self.run(*args)
 
     def run(self, *args: Any) -> Tensor:
@@ -212,7 +212,8 @@ def _autograd_functions(operator: Operator, setup: Callable, grad: Callable, tan
 
     for function in (Plain, Transformable):
         function.__name__ = function.__qualname__ = operator.name
-    return Plain, Transformable
+    # past Function.apply, which prepares for the transforms that have been ruled out
+    return super(torch.autograd.Function, Plain).apply, Transformable
 
 
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(

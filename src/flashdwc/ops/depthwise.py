@@ -94,7 +94,8 @@ def _check_ranks(n: int, input: Any, weight: Any, bias: Any) -> None:
 
 
 def _convolve(n: int, input: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, mode, precision, impl):
-    _check_ranks(n, input, weight, bias)
+    if not (isinstance(weight, Tensor) and isinstance(input, Tensor) and weight.dim() == n + 2 == input.dim()):
+        _check_ranks(n, input, weight, bias)
     unbatched = input.dim() == n + 1
     if unbatched:
         input = input.unsqueeze(0)
@@ -106,7 +107,7 @@ def _convolve(n: int, input: Tensor, weight: Tensor, bias: Tensor | None, stride
             kernel = tuple(int(k) for k in kernel)
         try:
             stride, padding, dilation = _cached_geometry(n, stride, padding, dilation, kernel)
-        except TypeError:  # lists
+        except TypeError:  # lists have no hash
             stride, padding, dilation = _geometry(n, stride, padding, dilation, kernel)
     if mode != "zeros":
         input = _explicit_padding(input, padding, mode)

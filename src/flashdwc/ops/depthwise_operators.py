@@ -8,7 +8,6 @@ public face.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -125,22 +124,12 @@ def _fake_weight_grad(dy, x, weight_size, weight_stride, stride, padding, dilati
     return torch.empty_strided(tuple(weight_size), tuple(weight_stride), dtype=dy.dtype, device=dy.device)
 
 
-@lru_cache(maxsize=1024)
-def _packed_strides(size: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    contiguous = tuple(torch.empty(size, device="meta").stride())
+def packed_strides(size: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides for a weight's gradient: the weight's own where its memory is packed in order (so that ``grad`` and
+    parameter agree to the letter, size-1 dimensions included), else those of a contiguous tensor."""
+    contiguous = torch.empty(tuple(size), device="meta").stride()
     same = all(n == 1 or s == c for n, s, c in zip(size, strides, contiguous))
-    return strides if same else contiguous
-
-
-def packed_strides(w: Tensor) -> tuple[int, ...]:
-    """Strides for the gradient of ``w``: its own where its memory is packed in order (so that ``grad`` and parameter
-    agree to the letter, size-1 dimensions included), else those of a contiguous tensor."""
-    if torch.compiler.is_compiling():
-        return _packed_strides.__wrapped__(w.shape, w.stride())
-    try:
-        return _packed_strides(w.shape, w.stride())
-    except TypeError:  # symbolic sizes have no hash
-        return _packed_strides.__wrapped__(w.shape, w.stride())
+    return tuple(strides) if same else contiguous
 
 
 # --- gradients ---------------------------------------------------------------------------------------------------------
@@ -153,9 +142,13 @@ def _save(ctx: Any, first: Tensor, second: Tensor, *constants: Any) -> None:
     ctx.kept = constants
 
 
+def _gradient_of_weight(dy: Tensor, x: Tensor, size: Sequence[int], strides: Sequence[int], geometry: tuple) -> Tensor:
+    return weight_grad(dy, x, size, packed_strides(size, strides), *geometry)
+
+
 def _setup_forward(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, w = inputs[:2]
-    _save(ctx, x, w, x.shape, w.shape, packed_strides(w), inputs[3:])
+    _save(ctx, x, w, x.shape, w.shape, w.stride(), inputs[3:])
 
 
 def _backward_forward(ctx: Any, g: Tensor) -> tuple:
@@ -163,14 +156,14 @@ def _backward_forward(ctx: Any, g: Tensor) -> tuple:
     need = ctx.needs_input_grad
     input_size, weight_size, weight_stride, geometry = ctx.kept
     dx = input_grad(g, w, input_size, *geometry) if need[0] else None
-    dw = weight_grad(g, x, weight_size, weight_stride, *geometry) if need[1] else None
+    dw = _gradient_of_weight(g, x, weight_size, weight_stride, geometry) if need[1] else None
     db = g.sum([0, *range(2, g.dim())]) if need[2] else None
     return dx, dw, db, *[None] * len(geometry)
 
 
 def _setup_input_grad(ctx: Any, inputs: tuple, output: Tensor) -> None:
     dy, w = inputs[:2]
-    _save(ctx, dy, w, w.shape, packed_strides(w), inputs[3:])
+    _save(ctx, dy, w, w.shape, w.stride(), inputs[3:])
 
 
 def _backward_input_grad(ctx: Any, g: Tensor) -> tuple:
@@ -178,7 +171,7 @@ def _backward_input_grad(ctx: Any, g: Tensor) -> tuple:
     need = ctx.needs_input_grad
     weight_size, weight_stride, geometry = ctx.kept
     ddy = forward(g, w, None, *geometry) if need[0] else None
-    dw = weight_grad(dy, g, weight_size, weight_stride, *geometry) if need[1] else None
+    dw = _gradient_of_weight(dy, g, weight_size, weight_stride, geometry) if need[1] else None
     return ddy, dw, None, *[None] * len(geometry)
 
 
@@ -311,7 +304,7 @@ def _gradients_of_forward(x, w, b, *geometry) -> list[tuple[Operator, tuple]]:
     *geometry, _ = geometry
     return [
         (input_grad, (dy, w, tuple(x.shape), *geometry, "auto")),
-        (weight_grad, (dy, x, tuple(w.shape), packed_strides(w), *geometry, "auto")),
+        (weight_grad, (dy, x, tuple(w.shape), packed_strides(w.shape, w.stride()), *geometry, "auto")),
     ]
 
 

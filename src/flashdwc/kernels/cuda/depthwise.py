@@ -29,15 +29,33 @@ def _why_not_here(x: Tensor) -> str | None:
 
 
 def _prefers_direct(problem: Problem) -> bool:
-    """Measured on an H200: up to 12 taps always; up to 25 where the tensor cores' tiles are read in small pieces or strided."""
+    """Measured on an H200: few taps always; more where the tensor cores' tiles are read in small pieces or strided, and
+    where there is too little to do for tiles."""
     if direct.why_not(problem) is not None:
         return False
     v, h = problem.vertical, problem.horizontal
     strided = max(v.s, h.s, v.u, h.u) > 1
-    return problem.taps <= 12 or strided or problem.inner.vector < 4
+    outputs = problem.images * problem.channels * v.out * h.out
+    small = outputs <= 1_000_000 or (outputs <= 4_000_000 and h.out > 14)
+    return problem.taps <= direct.FEW_TAPS or strided or small or problem.inner.vector < 4
 
 
-def _backend(pose: Callable[..., Problem], plan_with: Callable[..., Plan], tile_of: Callable, strip_of: Callable) -> Backend:
+def _faster_elsewhere(problem: Problem) -> str | None:
+    """Measured on an H200: cuDNN's channels_last input gradient takes the least time to start."""
+    v, h = problem.vertical, problem.horizontal
+    outputs = problem.images * problem.channels * v.out * h.out
+    if (v.k, h.k, v.u, h.u) == (3, 3, 1, 1) and outputs <= 700_000 and problem.inner.nhwc and problem.outer.nhwc:
+        return "PyTorch's kernel starts sooner, and there is little to compute"
+    return None
+
+
+def _backend(
+    pose: Callable[..., Problem],
+    plan_with: Callable[..., Plan],
+    tile_of: Callable,
+    strip_of: Callable,
+    faster_elsewhere: Callable[[Problem], str | None] = lambda problem: None,
+) -> Backend:
     """``pose`` turns the operator's arguments into a problem, ``plan_with`` plans it with one of the two kernel families."""
 
     def why_not(*args: Any) -> str | None:
@@ -52,6 +70,9 @@ def _backend(pose: Callable[..., Problem], plan_with: Callable[..., Plan], tile_
         problem = pose(*args)
         return plan_with(direct if _prefers_direct(problem) else tensor_core, problem, *args)
 
+    def prefer_not(*args: Any) -> str | None:
+        return faster_elsewhere(pose(*args))
+
     def describe(*args: Any) -> str:
         problem = pose(*args)
         if problem.empty:
@@ -60,7 +81,7 @@ def _backend(pose: Callable[..., Problem], plan_with: Callable[..., Plan], tile_
             return direct.describe(problem, strip_of(problem))
         return tensor_core.describe(problem, tile_of(problem, tensor_core.shared_limit(args[0].device)))
 
-    return Backend("cuda", why_not, plan, describe=describe)
+    return Backend("cuda", why_not, plan, prefer_not, describe)
 
 
 def _output_format(a: Tensor, w: Tensor) -> torch.memory_format:
@@ -92,7 +113,9 @@ def _plan_input_grad(engine: Any, problem: Problem, dy: Tensor, w: Tensor, input
 
 def _plan_conv(engine: Any, problem: Problem, source: Tensor, size, memory_format, rotate: bool) -> Plan:
     if problem.empty:
-        return lambda *_: torch.empty(tuple(size), dtype=source.dtype, device=source.device, memory_format=memory_format)
+        return lambda *_: torch.empty(
+            tuple(size), dtype=source.dtype, device=source.device, memory_format=memory_format
+        )
     return engine.plan_conv(problem, source, size, memory_format, rotate)
 
 
@@ -103,5 +126,5 @@ def _plan_weight_grad(engine: Any, problem: Problem, dy: Tensor, x: Tensor, size
 
 
 forward = _backend(_pose_forward, _plan_forward, conv_tile, direct.conv_strip)
-input_grad = _backend(_pose_input_grad, _plan_input_grad, conv_tile, direct.conv_strip)
+input_grad = _backend(_pose_input_grad, _plan_input_grad, conv_tile, direct.conv_strip, _faster_elsewhere)
 weight_grad = _backend(_pose_weight_grad, _plan_weight_grad, weight_grad_tile, direct.weight_grad_strip)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,8 +13,7 @@ from ...core.backend import Plan
 from .depthwise_problem import Problem, dense_layout, readable
 from .depthwise_tensor_core import TENSOR4, choose_splits, conv_runner, weight_grad_runner
 
-MAX_TAPS = 25
-MULTIPROCESSORS = 132  # of the cards that the rules below were measured on
+MAX_TAPS, FEW_TAPS = 25, 12
 BLOCKS_PER_SM = 8  # persistent blocks; enough to even out their ends
 
 
@@ -48,52 +47,53 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-# Strips from large to small (channels, rows, columns): a small problem takes one that leaves enough threads.
-STRIPS = ((4, 4, 4), (2, 4, 4), (2, 2, 4), (2, 2, 2))
+# Strips (channels, rows, columns) from large to small: a small problem takes one that leaves enough threads.
+CONV_STRIPS = ((4, 4, 4), (4, 2, 2), (2, 2, 2))
+MANY_TAPS_CONV_STRIPS = ((2, 4, 4), (2, 2, 4), (2, 2, 2))
 ENOUGH_THREADS = 67_000  # twice the threads of a wave on the largest cards
-ENOUGH_WEIGHT_GRAD_THREADS = 11_000  # their sums are to be added, so fewer are better
+ENOUGH_OUTPUTS = 1_000_000  # for the wide strips of weight gradients
+MULTIPROCESSORS = 132  # of the card that this was measured on
 
 
 def conv_strip(problem: Problem) -> Strip:
-    return _strip(problem, ENOUGH_THREADS)
+    choices = CONV_STRIPS if problem.taps <= FEW_TAPS else MANY_TAPS_CONV_STRIPS
+    outputs = _outputs(problem)
+    widest = min(problem.inner.vector, problem.outer.vector)
+    fitting = [s for s in choices if s[0] <= widest] or [(1, 4, 4), (1, 2, 4)]
+    strip = next((s for s in fitting if outputs >= ENOUGH_THREADS * s[0] * s[1] * s[2]), fitting[-1])
+    return _share(problem, Strip(*strip, lanes=1, threads=128), range(1, 65))
 
 
 def weight_grad_strip(problem: Problem) -> Strip:
-    strip = _strip(problem, ENOUGH_WEIGHT_GRAD_THREADS)
+    vector, rows, columns = (4, 2, 4) if problem.taps <= FEW_TAPS else (2, 4, 4)
+    if _outputs(problem) < ENOUGH_OUTPUTS and problem.taps <= FEW_TAPS:
+        vector = 2
+    vector = min(vector, problem.inner.vector, problem.outer.vector)
+    strip = Strip(vector, rows, columns, lanes=1, threads=256)
+    # many channels of a small map in one launch: a block of few channels for each multiprocessor sees to all strips
+    share = -(-problem.channels // vector) // MULTIPROCESSORS
+    small = replace(strip, lanes=max(2, 1 << max(0, share.bit_length() - 1)))
+    threads = _strip_grid(problem, small)[0] * small.lanes
+    if share > 0 and threads <= 512 and small.lanes <= 32:
+        return replace(small, threads=min(256, max(32, -(-threads // 32) * 32)))
+    return _share(problem, strip, (1, 2, 4, 8, 16, 32))
+
+
+def _outputs(problem: Problem) -> int:
+    return problem.images * problem.channels * problem.vertical.out * problem.horizontal.out
+
+
+def _share(problem: Problem, strip: Strip, choices: Iterable[int]) -> Strip:
+    """Shares the threads of a block so that few idle and neighbours read whole sectors, better whole lines, of memory."""
     groups = -(-problem.channels // strip.vector)
-    wide = _with_lanes(problem, strip.vector, strip.rows, strip.columns, strip.threads, (1, 2, 4, 8, 16, 32))
-    # a small problem in one launch: blocks of few channels, one for each multiprocessor, whose threads see to all strips
-    lanes = max(1, _power_of_two_below(groups // MULTIPROCESSORS)) if groups > MULTIPROCESSORS else 1
-    strips = _strip_grid(problem, strip)[0]
-    threads = min(512 if problem.taps <= 12 else 256, max(32, -(-strips * lanes // 32) * 32))
-    return replace(wide, lanes=lanes, threads=threads) if strips * lanes <= 2 * threads and lanes <= 32 else wide
-
-
-def _power_of_two_below(value: int) -> int:
-    return 1 << (value.bit_length() - 1)
-
-
-def _strip(problem: Problem, enough: int) -> Strip:
-    widest = min(problem.inner.vector, problem.outer.vector, 4 if problem.taps <= 12 else 2)
-    outputs = problem.images * problem.channels * problem.vertical.out * problem.horizontal.out
-    fitting = [s for s in STRIPS if s[0] <= widest] or [(1, *s[1:]) for s in STRIPS[1:]]
-    chosen = next((s for s in fitting if outputs >= enough * s[0] * s[1] * s[2]), fitting[-1])
-    groups = -(-problem.channels // chosen[0])
-    return _with_lanes(problem, *chosen, 128, range(1, min(groups, 64) + 1))
-
-
-def _with_lanes(
-    problem: Problem, vector: int, rows: int, columns: int, threads: int, choices: Sequence[int]
-) -> Strip:
-    """Shares the threads of a block so that few idle and neighbours read whole lines of 128 bytes."""
-    groups = -(-problem.channels // vector)
 
     def use(lanes: int) -> float:
-        busy = groups / (-(-groups // lanes) * lanes) * (threads // lanes * lanes / threads)
-        read = 2 * vector * lanes
-        return busy * (1.0 if read >= 128 else 0.97 if read >= 64 or lanes == groups else 0.8)
+        busy = groups / (-(-groups // lanes) * lanes) * (strip.threads // lanes * lanes / strip.threads)
+        read = 2 * strip.vector * lanes if lanes < groups else 128  # whole pixels are neighbours
+        narrow = 0.85 if problem.taps <= FEW_TAPS else 1.0
+        return busy * (1.0 if read >= 128 else 0.99 if read >= 64 else narrow if read >= 32 else 0.8)
 
-    return Strip(vector, rows, columns, max(choices, key=use), threads)
+    return replace(strip, lanes=max((n for n in choices if n <= groups), key=use))
 
 
 def describe(problem: Problem, strip: Strip) -> str:
@@ -111,7 +111,9 @@ def _macros(problem: Problem, strip: Strip, dtype: torch.dtype) -> dict[str, int
 
 def conv_macros(problem: Problem, strip: Strip, dtype: torch.dtype, rotate: bool) -> dict[str, int]:
     v, h = problem.vertical, problem.horizontal
-    staged = (strip.rows, strip.columns) != STRIPS[-1][1:]  # the smallest strips are for problems of one strip a thread
+    staged = (strip.rows, strip.columns) != CONV_STRIPS[-1][
+        1:
+    ]  # the smallest strips are for problems of one strip a thread
     upsampling = {"UH": v.u, "UW": h.u, "PHASE_H": v.phase, "PHASE_W": h.phase, "FIRST_H": v.first, "FIRST_W": h.first}
     return {**_macros(problem, strip, dtype), **upsampling, "ROTATE": rotate, "STAGED": staged}
 

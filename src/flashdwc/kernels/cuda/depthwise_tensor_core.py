@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided  # on the current device; half the host time
 
 from ...core import jit
 from ...core.backend import Plan
@@ -23,7 +24,9 @@ def shared_limit(device: torch.device) -> int:
 
 def why_no_tile(tile: Tile | None, problem: Problem, limit: int) -> str | None:
     if tile is None:
-        return f"no tile of a {problem.vertical.k}x{problem.horizontal.k} kernel fits {limit // 1024} KiB of shared memory"
+        return (
+            f"no tile of a {problem.vertical.k}x{problem.horizontal.k} kernel fits {limit // 1024} KiB of shared memory"
+        )
     if grid(problem, tile)[0] > MAX_BLOCKS:
         return "the grid would exceed 2^31 blocks"
     return None
@@ -64,9 +67,13 @@ def plan_conv(
 
 
 def conv_runner(launch: jit.Launcher, source: Tensor, size: tuple[int, ...], strides: tuple[int, ...]) -> Plan:
-    device, dtype = source.device, source.dtype
+    index, dtype = source.device.index, source.dtype
     copies = readable(source) is not source
+
     def run(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return run(x, w, b)
         if copies:
             x = readable(x)
         if not w.is_contiguous():
@@ -75,7 +82,7 @@ def conv_runner(launch: jit.Launcher, source: Tensor, size: tuple[int, ...], str
         if b is not None:
             b = b.contiguous()
             bias = b.data_ptr()
-        y = torch.empty_strided(size, strides, dtype=dtype, device=device)
+        y = empty_strided(size, strides, dtype)
         launch(x.data_ptr(), y.data_ptr(), w.data_ptr(), bias)
         return y
 
@@ -121,7 +128,7 @@ def choose_splits(device: torch.device, columns: int, tiles: int, resident: int)
 
 def weight_grad_runner(launch: jit.Launcher, splits: int, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
     """Runs the kernel and, where it leaves several partial results, adds them."""
-    device, dtype = x.device, x.dtype
+    device, dtype, index = x.device, x.dtype, x.device.index
     count = 1
     for n in weight_size:
         count *= n
@@ -140,12 +147,15 @@ def weight_grad_runner(launch: jit.Launcher, splits: int, dy: Tensor, x: Tensor,
         )
 
     def run(dy: Tensor, x: Tensor) -> Tensor:
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return run(dy, x)
         dy, x = readable(dy), readable(x)
-        dw = torch.empty_strided(weight_size, weight_stride, dtype=dtype, device=device)
+        dw = empty_strided(weight_size, weight_stride, dtype)
         if reduce is None:
             launch(x.data_ptr(), dy.data_ptr(), 0, dw.data_ptr())
             return dw
-        partials = torch.empty(splits * count, dtype=torch.float32, device=device)
+        partials = empty_strided((splits * count,), (1,), torch.float32)
         launch(x.data_ptr(), dy.data_ptr(), partials.data_ptr(), 0)
         reduce(partials.data_ptr(), dw.data_ptr())
         return dw
