@@ -18,8 +18,8 @@ test: .venv/.ready
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: .venv/.ready
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 
 bench: .venv/.ready

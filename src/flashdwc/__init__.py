@@ -30,10 +30,18 @@ _HOMES = {
 __all__ = ["__version__", "convert", "patch", "restore", *_HOMES]  # noqa: PLE0604
 
 if TYPE_CHECKING:
-    from . import models, nn, ops
-    from .core.backend import explain
-    from .core.errors import CaptureError, CompileError, LaunchError, UnsupportedError
-    from .ops.depthwise import depthwise_conv1d, depthwise_conv2d, depthwise_conv3d, depthwise_conv_transpose2d
+    from . import models as models
+    from . import nn as nn
+    from . import ops as ops
+    from .core.backend import explain as explain
+    from .core.errors import CaptureError as CaptureError
+    from .core.errors import CompileError as CompileError
+    from .core.errors import LaunchError as LaunchError
+    from .core.errors import UnsupportedError as UnsupportedError
+    from .ops.depthwise import depthwise_conv1d as depthwise_conv1d
+    from .ops.depthwise import depthwise_conv2d as depthwise_conv2d
+    from .ops.depthwise import depthwise_conv3d as depthwise_conv3d
+    from .ops.depthwise import depthwise_conv_transpose2d as depthwise_conv_transpose2d
 
 
 def __getattr__(name: str) -> Any:

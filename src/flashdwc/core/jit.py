@@ -50,6 +50,15 @@ def why_unavailable() -> str | None:
     return None
 
 
+@lru_cache(maxsize=1)
+def _cuda_core() -> Any:
+    """The module, imported by one thread at a time: two at once see it half made."""
+    with _lock:
+        import cuda.core
+
+        return cuda.core
+
+
 @lru_cache(maxsize=32)
 def architecture(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
@@ -66,6 +75,7 @@ def _sources_digest() -> str:
 
 @lru_cache(maxsize=1)
 def compiler_version() -> str:
+    _cuda_core()
     from cuda.bindings import nvrtc
 
     _, major, minor = nvrtc.nvrtcVersion()
@@ -84,10 +94,9 @@ def _key(source: str, arch: str) -> str:
 
 def compile_source(source: str, name: str, arch: str, verbose: bool = False) -> tuple[bytes, str]:
     """Compiles to a cubin; returns it with the compiler's log (``verbose`` adds registers and spills to it)."""
-    from cuda.core import Program, ProgramOptions
-
+    core = _cuda_core()
     log = io.StringIO()
-    options = ProgramOptions(
+    options = core.ProgramOptions(
         name=f"{name}_specialised.cu",
         arch=arch,
         std="c++17",
@@ -95,7 +104,7 @@ def compile_source(source: str, name: str, arch: str, verbose: bool = False) -> 
         ptxas_options=["-v"] if verbose else None,
     )
     try:
-        program = Program(source, "c++", options)
+        program = core.Program(source, "c++", options)
         return bytes(program.compile("cubin", logs=log).code), log.getvalue()
     except Exception as error:
         path = _keep_source(source, name)
@@ -156,8 +165,8 @@ def _write_entry(path: Path, cubin: bytes, source: str) -> None:
 
 def load(name: str, macros: Mapping[str, int], device: torch.device, shared_bytes: int) -> int:
     """Handle of the kernel ``name`` on a device, compiled and loaded where it is not yet."""
+    core = _cuda_core()
     from cuda.bindings import driver
-    from cuda.core import ObjectCode
 
     key = (_full_source(name, macros), device.index or 0)
     with _lock:
@@ -168,7 +177,9 @@ def load(name: str, macros: Mapping[str, int], device: torch.device, shared_byte
                 )
             with torch.cuda.device(device):
                 torch.cuda.current_stream().query()  # makes the device's context current in this thread
-                kernel = ObjectCode.from_cubin(build(name, macros, architecture(device)), name=name).get_kernel(name)
+                kernel = core.ObjectCode.from_cubin(build(name, macros, architecture(device)), name=name).get_kernel(
+                    name
+                )
                 attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 (code,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device.index or 0)
                 if code != driver.CUresult.CUDA_SUCCESS:
@@ -230,7 +241,9 @@ class Launcher:
         self._free.append(buffer)
         if code:
             capability = torch.cuda.get_device_capability(self._device)
-            raise LaunchError(f"{self._name}: launch refused on {self._device}, capability {capability}: CUDA error {code}")
+            raise LaunchError(
+                f"{self._name}: launch refused on {self._device}, capability {capability}: CUDA error {code}"
+            )
 
     def _new_buffer(self) -> tuple:
         size = (len(self._parameters) + 7) // 8

@@ -5,8 +5,9 @@ They loop over the filter taps and index the input directly. Taps that fall on p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ def _taps(
     stride: Sequence[int],
     padding: Sequence[int],  # (low, high) of each dimension
     dilation: Sequence[int],
-) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
+) -> Iterator[tuple[tuple[int, ...], Any, Any]]:
     """Yields tap, slices of the input, slices of the output: ``i = o * stride - low + k * dilation`` inside the input."""
     for tap in product(*map(range, kernel)):
         inner, outer = [], []
@@ -96,15 +97,19 @@ def depthwise_conv_weight_grad(
     dw = dy.new_zeros(tuple(weight_size))
     over = [0, *range(2, dy.dim())]
     for tap, inner, outer in _taps(x.shape[2:], dy.shape[2:], weight_size[2:], stride, padding, dilation):
-        dw[(slice(None), 0, *tap)] = (x[inner] * dy[outer]).sum(over)
+        dw[_column(tap)] = (x[inner] * dy[outer]).sum(over)
     return dw
 
 
+def _column(tap: tuple[int, ...]) -> Any:
+    """Index of one tap of all filters."""
+    return (slice(None), 0, *tap)
+
+
 def _tap_weight(w: Tensor, tap: tuple[int, ...]) -> Tensor:
-    weight = w[(slice(None), 0, *tap)]
-    return weight.view(-1, *[1] * (w.dim() - 2))
+    return w[_column(tap)].view(-1, *[1] * (w.dim() - 2))
 
 
-def double(reference, *args):
+def double(reference: Callable[..., Tensor], *args: Any) -> Tensor:
     """Evaluates a reference on float64 copies of its tensors."""
     return reference(*(a.detach().to("cpu", torch.float64) if isinstance(a, Tensor) else a for a in args))

@@ -93,13 +93,14 @@ def _check_ranks(n: int, input: Any, weight: Any, bias: Any) -> None:
     raise ValueError(f"input: expected {expected}, got shape {tuple(input.shape)}")
 
 
-def _convolve(n: int, input: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, mode, precision, impl):
-    if not (isinstance(weight, Tensor) and isinstance(input, Tensor) and weight.dim() == n + 2 == input.dim()):
-        _check_ranks(n, input, weight, bias)
+def _convolve(
+    n: int, input: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, mode, precision, impl
+):
+    _check_ranks(n, input, weight, bias)
     unbatched = input.dim() == n + 1
     if unbatched:
         input = input.unsqueeze(0)
-    kernel = weight.shape[2:]
+    kernel: tuple[int, ...] = weight.shape[2:]
     if torch.compiler.is_compiling():
         stride, padding, dilation = _geometry(n, stride, padding, dilation, kernel)
     else:

@@ -301,10 +301,10 @@ def _cost_weight_grad(dy, x, weight_size, *_) -> Cost:
 
 def _gradients_of_forward(x, w, b, *geometry) -> list[tuple[Operator, tuple]]:
     dy = _fake_forward(x, w, b, *geometry)
-    *geometry, _ = geometry
+    constants = geometry[:-1]
     return [
-        (input_grad, (dy, w, tuple(x.shape), *geometry, "auto")),
-        (weight_grad, (dy, x, tuple(w.shape), packed_strides(w.shape, w.stride()), *geometry, "auto")),
+        (input_grad, (dy, w, tuple(x.shape), *constants, "auto")),
+        (weight_grad, (dy, x, tuple(w.shape), packed_strides(w.shape, w.stride()), *constants, "auto")),
     ]
 
 
@@ -343,7 +343,7 @@ def _samples_weight_grad(device: Any, dtype: torch.dtype) -> Iterator[tuple]:
 
 _GEOMETRY = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, str precision, str impl"
 
-forward = Operator(
+forward: Operator = Operator(
     f"depthwise_conv(Tensor x, Tensor w, Tensor? b, {_GEOMETRY}) -> Tensor",
     tensors=3,
     reference=reference.depthwise_conv,
@@ -359,7 +359,7 @@ forward = Operator(
     gradients=_gradients_of_forward,
 )
 
-input_grad = Operator(
+input_grad: Operator = Operator(
     f"depthwise_conv_input_grad(Tensor dy, Tensor w, SymInt[] input_size, {_GEOMETRY}) -> Tensor",
     tensors=2,
     reference=reference.depthwise_conv_input_grad,
@@ -374,7 +374,7 @@ input_grad = Operator(
     samples=_samples_input_grad,
 )
 
-weight_grad = Operator(
+weight_grad: Operator = Operator(
     f"depthwise_conv_weight_grad(Tensor dy, Tensor x, SymInt[] weight_size, SymInt[] weight_stride, {_GEOMETRY}) -> Tensor",
     tensors=2,
     reference=reference.depthwise_conv_weight_grad,

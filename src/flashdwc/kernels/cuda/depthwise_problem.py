@@ -111,9 +111,12 @@ def dense_layout(size: Sequence[int], memory_format: torch.memory_format) -> tup
     return strides, layout(size, strides) or Layout(False, 1)
 
 
-def _axes(out: Sequence[int], inner: Sequence[int], kernel: Sequence[int], stride, padding, dilation) -> list[Axis]:
+def _axes(
+    out: Sequence[int], inner: Sequence[int], kernel: Sequence[int], stride, padding, dilation
+) -> tuple[Axis, Axis]:
     """Of the forward convolution."""
-    return [Axis(inner[i], out[i], kernel[i], stride[i], dilation[i], padding[2 * i]) for i in range(2)]
+    first, second = (Axis(inner[i], out[i], kernel[i], stride[i], dilation[i], padding[2 * i]) for i in range(2))
+    return first, second
 
 
 def forward_problem(x: Tensor, w: Tensor, memory_format, stride, padding, dilation) -> Problem:
@@ -124,7 +127,8 @@ def forward_problem(x: Tensor, w: Tensor, memory_format, stride, padding, dilati
 
 
 def input_grad_problem(dy: Tensor, w: Tensor, memory_format, input_size, stride, padding, dilation) -> Problem:
-    axes = [a.transposed() for a in _axes(dy.shape[2:], input_size[2:], w.shape[2:], stride, padding, dilation)]
+    vertical, horizontal = _axes(dy.shape[2:], input_size[2:], w.shape[2:], stride, padding, dilation)
+    axes = vertical.transposed(), horizontal.transposed()
     _, outer = dense_layout(input_size, memory_format)
     return Problem(input_size[0], input_size[1], *axes, _layout_of(dy), outer, sum=w.shape[0] // input_size[1])
 

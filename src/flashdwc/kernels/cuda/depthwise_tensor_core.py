@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided  # on the current device; half the host time
+from torch._C._dynamo import guards
 
 from ...core import jit
 from ...core.backend import Plan
 from .depthwise_problem import Problem, dense_layout, readable
 from .depthwise_tiles import Tile, conv_macros, conv_tile, grid, weight_grad_macros, weight_grad_tile
 
+empty_strided = guards._empty_strided_cuda  # type: ignore[attr-defined]  # on the current device; half the host time
 TENSOR4 = "5q"  # struct Tensor4
 MAX_BLOCKS = 2**31 - 1
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}  # that a block may take; else 99

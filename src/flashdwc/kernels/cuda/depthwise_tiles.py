@@ -13,7 +13,6 @@ from math import ceil
 
 from .depthwise_problem import Axis, Problem
 
-
 MAX_WARPS = 16
 
 
@@ -218,7 +217,9 @@ def grid(problem: Problem, tile: Tile) -> tuple[int, int, int, int]:
 def _resident(shared: int, shared_limit: int, warps: int, registers: int) -> int:
     """Blocks that fit a multiprocessor at once, up to three; 0 where not even one has the registers."""
     by_shared = (shared_limit + 1024) // (shared + 1024)  # the driver takes 1 KiB of each
-    by_registers = 65536 // (32 * warps * _round_up(registers, 8)) if registers <= 225 else 0  # estimates err by some 30
+    by_registers = (
+        65536 // (32 * warps * _round_up(registers, 8)) if registers <= 235 else 0
+    )  # estimates err by some 20
     return min(by_shared, by_registers, 3)
 
 
@@ -255,9 +256,10 @@ def _chunks(v: Axis) -> set[int]:
 
 
 def _conv_registers(problem: Problem, tile: Tile) -> int:
-    u, partial = problem.horizontal.u, problem.vertical.k % tile.chunk != 0
-    addressing = (40 if partial else 30) + (0 if problem.inner.nhwc else 24)
-    return max(80, u * (4 * tile.rows + 2 * min(tile.rows, tile.chunk)) + addressing)
+    u, looped = problem.horizontal.u, problem.vertical.k > tile.chunk
+    addressing = 56 if looped else 30 if tile.chunk <= 12 else 34
+    addressing += (0 if problem.inner.nhwc else 24) + (24 if u > 2 else 0)
+    return max(80 if u <= 2 else 104, u * (4 * tile.rows + 2 * min(tile.rows, tile.chunk)) + addressing)
 
 
 def _conv_cost(problem: Problem, tile: Tile, resident: int) -> float:
@@ -300,7 +302,7 @@ def _weight_grad_registers(problem: Problem, tile: Tile) -> int:
     m16 = _weight_grad_window(problem) // 16
     sums = tile.channels // tile.warps * tile.chunk * 4 * m16
     addressing = (78 if problem.inner.nhwc else 96) + 14 * max(0, m16 - 2)
-    return sums + 2 * min(tile.rows, tile.chunk) + addressing
+    return sums * 5 // 4 + 2 * min(tile.rows, tile.chunk) + addressing
 
 
 def _weight_grad_cost(problem: Problem, tile: Tile, resident: int) -> float:

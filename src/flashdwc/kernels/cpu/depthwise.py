@@ -1,0 +1,425 @@
+"""Depthwise convolution on the CPU, built of PyTorch operators.
+
+PyTorch's CPU convolution is oneDNN, which holds two very good depthwise kernels behind narrow doors. A call that misses
+the doors runs as one small matrix product per channel, ten to forty times slower. Here every call goes through a door.
+
+- The *planar* kernel serves contiguous inputs, which it reorders itself. Its door: two spatial dimensions, and a
+  horizontal padding narrower than the filter and than a register block (six columns in AVX-512). It knows dilation.
+- The *pixel* kernel serves channels_last inputs, and 3-D inputs of either layout. Its door: no dilation.
+
+In neither do taps on the padding take part, so a non-finite weight there is harmless. The matrix products multiply it
+by stored zeros, which makes NaN: the doors decide the values that such weights give, not only the speed.
+
+Forward
+  inside a door                       PyTorch's convolution as it is
+  contiguous, wide padding            the pixel kernel on a channels_last copy
+  channels_last, 12 or 13 columns     the transposed convolution by the rotated filter: the pixel kernel is slow there
+  dilation outside the planar door    an undilated convolution of the interleaved sub-maps, folded into the batch
+  one channel                         no kernel is depthwise for it: the batch becomes the channels
+  unequal padding                     both sides padded by the larger amount, the result cropped
+  channel multiplier                  input channels repeated
+  float16                             float32 and back: it has no kernel
+  float64; stride with wide dilation  PyTorch's convolution if the weights are finite, else a sum over taps
+
+Input gradient
+  stride 1, much work or dilation     `forward` of dy by the rotated filter
+  else                                PyTorch's transposed convolution, which has a planar kernel for any padding
+
+Weight gradient, summed in float32 at least
+  few taps                            PyTorch's own kernel
+  else                                a convolution of x by dy, a filter as large as the map, in the pixel kernel:
+                                      tap (i, j) is output pixel (i, j), dilation the stride; a stride spreads dy by
+                                      zeros. The kernel sums in sequence: blocks of rows of dy keep that accurate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+from .. import reference
+from ..native import CONVOLUTIONS, pad, symmetric
+
+Ints = tuple[int, ...]
+
+_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+# Columns that the planar kernel holds in registers; 0 where oneDNN has neither kernel.
+_REGISTER_BLOCK = {"AVX512": 6, "AVX2": 4}.get(torch.backends.cpu.get_cpu_capability(), 0)
+if not torch.backends.mkldnn.is_available():
+    _REGISTER_BLOCK = 0
+_HAS_BFLOAT16_KERNELS = _REGISTER_BLOCK == 6 and torch.cpu._is_avx512_bf16_supported()
+# oneDNN's bfloat16 pixel kernel never returns for at most so many channels and at least so many columns of the filter.
+_HANGING_CHANNELS, _HANGING_COLUMNS = 16, 14
+# Filter columns for which the pixel kernel is no faster than the planar one, and those for which it is far slower.
+_SLOW_PIXEL_COLUMNS, _SLOWEST_PIXEL_COLUMNS = range(9, 14), range(12, 14)
+_SMALL_MAP = 14  # rows or columns: on smaller maps the detours cost more than they save
+_WORTH_ROTATING = 2_500_000  # products; the same for rotating the filter
+_FEW_TAPS, _FEW_TAPS_STRIDED = 15, 25
+_GRADIENT_CHANNELS = 384  # in one weight gradient convolution: wider rows miss the cache, narrower ones cost more calls
+_GRADIENT_TERMS = 256  # added in sequence: more cost accuracy, fewer cost more calls
+
+
+def forward(
+    x: Tensor,  # [N, C, *spatial]
+    w: Tensor,  # [C * m, 1, *kernel]
+    b: Tensor | None,  # [C * m]
+    stride: Ints,
+    padding: Ints,  # (low, high) of each dimension
+    dilation: Ints,
+) -> Tensor:  # [N, C * m, *spatial], channels_last if x or w is
+    """Depthwise convolution; taps on the padding take no part, whatever their weight."""
+    plan = _plan_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)
+    if plan == "direct":
+        return CONVOLUTIONS[len(stride)](x, w, b, stride, padding[::2], dilation, x.shape[1])
+    return _in_format(_forward_by(plan, x, w, b, stride, padding, dilation), _channels_last(x, w))
+
+
+def input_grad(
+    dy: Tensor,  # [N, C * m, *spatial]
+    w: Tensor,  # [C * m, 1, *kernel]
+    input_size: Sequence[int],  # [N, C, *spatial]
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+) -> Tensor:  # input_size, channels_last if dy or w is
+    """Gradient of :func:`forward` in ``x``; taps on the padding take no part either."""
+    size = tuple(input_size)
+    plan = _plan_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)
+    return _in_format(_input_grad_by(plan, dy, w, size, stride, padding, dilation), _channels_last(dy, w))
+
+
+def weight_grad(
+    dy: Tensor,  # [N, C * m, *spatial]
+    x: Tensor,  # [N, C, *spatial]
+    weight_size: Sequence[int],  # [C * m, 1, *kernel]
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+) -> Tensor:  # weight_size, contiguous
+    """Gradient of :func:`forward` in ``w``, summed in float32 at least; a tap that meets only padding gets zero."""
+    size = tuple(weight_size)
+    plan = _plan_weight_grad(x.dtype, x.shape, x.stride(), size, stride, padding, dilation)
+    return _weight_grad_by(plan, dy, x, size, stride, padding, dilation).contiguous()
+
+
+# ------------------------------------------------------------------------------------------------------------- choices
+
+
+@lru_cache(maxsize=4096)
+def _plan_forward(
+    dtype: torch.dtype,
+    size: Ints,
+    strides: Ints,
+    w_size: Ints,
+    w_strides: Ints,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+) -> str:
+    kernel, rank, dilated = w_size[2:], len(stride), max(dilation) > 1
+    if 0 in size:
+        return "empty"
+    if not symmetric(padding):
+        return "crop"
+    if dtype is torch.float64 or not _REGISTER_BLOCK:
+        return "guarded"
+    if not _has_kernels(dtype, w_size):
+        return "float32"
+    if w_size[0] != size[1]:
+        return "multiplier"
+    if size[1] == 1:
+        return "one channel"
+    channels_last = _suggests_channels_last(size, strides) or _suggests_channels_last(w_size, w_strides)
+    if not dilated and (channels_last or rank == 3):
+        slow = rank == 2 and kernel[1] in _SLOWEST_PIXEL_COLUMNS and min(size[2:]) >= _SMALL_MAP
+        return "transposed" if slow and max(stride) == 1 and max(padding) < min(kernel) else "direct"
+    columns = reference.conv_output_size(size[2:], kernel, stride, padding, dilation)[-1]
+    narrow = padding[-1] <= min(_REGISTER_BLOCK, columns)
+    if rank == 2 and narrow and all(p <= d * (k - 1) for p, d, k in zip(padding[::2], dilation, kernel)):
+        return "direct"
+    if not dilated:
+        return "pixel"
+    return "dilation phases" if max(stride) == 1 else "guarded"
+
+
+@lru_cache(maxsize=4096)
+def _plan_input_grad(
+    dtype: torch.dtype,
+    size: Ints,
+    dy_size: Ints,
+    dy_strides: Ints,
+    w_size: Ints,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+) -> str:
+    if 0 in size:
+        return "empty"
+    if dtype is torch.float64 or not _REGISTER_BLOCK:
+        return "torch"
+    if not _has_kernels(dtype, w_size) or (dtype is torch.bfloat16 and max(stride) > 1):
+        return "float32"
+    if w_size[0] != size[1]:
+        return "multiplier"
+    if size[1] == 1:
+        return "one channel"
+    if max(stride) > 1:
+        return "torch"
+    if not symmetric(padding) or len(stride) == 3 or max(dilation) > 1:
+        return "rotated"
+    little = min(size[2:]) < _SMALL_MAP or math.prod(size) * math.prod(w_size[2:]) < _WORTH_ROTATING
+    slow_pixel = w_size[-1] in _SLOW_PIXEL_COLUMNS and _suggests_channels_last(dy_size, dy_strides)
+    return "torch" if little or slow_pixel else "rotated"
+
+
+@lru_cache(maxsize=4096)
+def _plan_weight_grad(
+    dtype: torch.dtype, size: Ints, strides: Ints, w_size: Ints, stride: Ints, padding: Ints, dilation: Ints
+) -> str:
+    if 0 in size:
+        return "empty"
+    if not symmetric(padding):
+        return "pad"
+    if dtype is torch.float64 or not _REGISTER_BLOCK:
+        return "torch" if dtype.itemsize > 2 else "float32"
+    if w_size[0] != size[1]:
+        return "multiplier"
+    if max(dilation) > 1 or len(stride) == 3:
+        return "convolution"
+    strided = max(stride) > 1 and _suggests_channels_last(size, strides)
+    if math.prod(w_size[2:]) > (_FEW_TAPS_STRIDED if strided else _FEW_TAPS):
+        return "convolution"
+    sums_in_float32 = dtype is torch.float32 or (_has_kernels(dtype, w_size) and w_size[-1] <= 3)
+    return "torch" if sums_in_float32 else "float32"
+
+
+def _has_kernels(dtype: torch.dtype, w_size: Ints) -> bool:
+    hangs = w_size[0] <= _HANGING_CHANNELS and w_size[-1] >= _HANGING_COLUMNS
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and _HAS_BFLOAT16_KERNELS and not hangs)
+
+
+# ------------------------------------------------------------------------------------------------------------- forward
+
+
+def _forward_by(
+    plan: str, x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, padding: Ints, dilation: Ints
+) -> Tensor:
+    rank, channels, low = len(stride), x.shape[1], padding[::2]
+    if plan == "pixel":
+        return CONVOLUTIONS[rank](_in_format(x, True), w, b, stride, low, dilation, channels)
+    if plan == "transposed":
+        return F.conv_transpose2d(x, w.flip(2, 3), b, 1, [k - 1 - p for k, p in zip(w.shape[2:], low)], 0, channels)
+    if plan == "float32":
+        b = None if b is None else b.float()
+        return forward(x.float(), w.float(), b, stride, padding, dilation).to(x.dtype)
+    if plan == "multiplier":
+        return forward(x.repeat_interleave(w.shape[0] // channels, 1), w, b, stride, padding, dilation)
+    if plan == "one channel":
+        samples = x.shape[0]
+        x, w = _samples_as_channels(x, w)
+        b = None if b is None else b.expand(w.shape[0])
+        return forward(x, w, b, stride, padding, dilation).transpose(0, 1)[:samples]
+    size = reference.conv_output_size(x.shape[2:], w.shape[2:], stride, padding, dilation)
+    if plan == "empty":
+        return x.new_empty(x.shape[0], w.shape[0], *size)
+    if plan == "crop":
+        # Padding both sides by low + skip * stride starts `skip` outputs early and ends no sooner.
+        skip = [max(0, -(-(high - low) // s)) for low, high, s in zip(low, padding[1::2], stride)]
+        both = tuple(low + q * s for low, q, s in zip(low, skip, stride) for _ in range(2))
+        return _part(forward(x, w, b, stride, both, dilation), size, skip)
+    if not math.isfinite(w.sum(dtype=torch.promote_types(w.dtype, torch.float32)).item()):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        b = None if b is None else b.to(wide)
+        return reference.depthwise_conv(x.to(wide), w.to(wide), b, stride, padding, dilation).to(x.dtype)
+    if plan == "dilation phases":
+        return _forward_in_phases(x, w, b, low, dilation, size)
+    return CONVOLUTIONS[rank](x, w, b, stride, low, dilation, channels)
+
+
+def _samples_as_channels(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    channels = max(2, x.shape[0])
+    return x.transpose(0, 1).expand(1, channels, *x.shape[2:]), w.expand(channels, *w.shape[1:])
+
+
+def _forward_in_phases(x: Tensor, w: Tensor, b: Tensor | None, low: Ints, dilation: Ints, size: list[int]) -> Tensor:
+    """Output ``o`` reads only inputs ``o - low + i * d``, of one phase modulo d: convolves each phase by itself.
+
+    Zeros fill the map up to whole phases, and taps on these zeros do take part: for finite weights only.
+    """
+    rank = len(dilation)
+    fill: list[int] = []
+    padding: list[int] = []
+    for n, out, k, p, d in zip(x.shape[2:], size, w.shape[2:], low, dilation):
+        before, after = p % d, -(n + p % d) % d
+        fill += [before, after]
+        padding += [p // d, max(0, -(-out // d) + k - 1 - p // d - (n + before + after) // d)]
+    x = pad(x, fill) if any(fill) else x
+    x = x.view(*x.shape[:2], *(a for n, d in zip(x.shape[2:], dilation) for a in (n // d, d)))
+    inner, outer = [2 + 2 * i for i in range(rank)], [3 + 2 * i for i in range(rank)]
+    last = x.stride(1) == 1
+    x = x.permute(*outer, 0, *inner, 1) if last else x.permute(*outer, 0, 1, *inner)
+    x = x.flatten(0, rank)
+    y = forward(x.movedim(-1, 1) if last else x, w, b, (1,) * rank, tuple(padding), (1,) * rank)
+    y = y.unflatten(0, (*dilation, -1))  # [*dilation, N, C, *spatial]
+    order = [a for i in range(rank) for a in (rank + 2 + i, i)]
+    y = y.permute(rank, *order, rank + 1) if last else y.permute(rank, rank + 1, *order)
+    for i in range(rank):
+        y = y.flatten(1 + i + (not last), 2 + i + (not last))
+    return _part(y.movedim(-1, 1) if last else y, size)
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
+def _input_grad_by(plan: str, dy: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    if plan == "torch":
+        low, beyond, crop = _transposed_geometry(size, w.shape, stride, padding, dilation)
+        transposed = F.conv_transpose2d if len(stride) == 2 else F.conv_transpose3d
+        dx = transposed(dy, w, None, stride, low, beyond, size[1], dilation)
+        return pad(dx, crop) if any(crop) else dx
+    if plan == "rotated":
+        rotated = [d * (w.shape[2 + i // 2] - 1) - p for i, (d, p) in enumerate(zip(_twice(dilation), padding))]
+        if min(rotated) < 0:
+            dy = pad(dy, [min(0, p) for p in rotated])
+        w = w.flip(*range(2, w.dim()))
+        return forward(dy, w, None, stride, tuple(max(0, p) for p in rotated), dilation)
+    if plan == "empty":
+        return dy.new_zeros(size)
+    if plan == "float32":
+        return input_grad(dy.float(), w.float(), size, stride, padding, dilation).to(dy.dtype)
+    if plan == "multiplier":
+        wide = torch.promote_types(dy.dtype, torch.float32)  # rounding each of the m terms would cost accuracy
+        dx = input_grad(dy.to(wide), w.to(wide), (size[0], w.shape[0], *size[2:]), stride, padding, dilation)
+        return dx.unflatten(1, (size[1], -1)).sum(2).to(dy.dtype)
+    dy, w = _samples_as_channels(dy, w)
+    return input_grad(dy, w, (*dy.shape[:2], *size[2:]), stride, padding, dilation).transpose(0, 1)[: size[0]]
+
+
+@lru_cache(maxsize=4096)
+def _transposed_geometry(
+    size: Ints, w_size: Ints, stride: Ints, padding: Ints, dilation: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """Padding and output padding of the transposed convolution, and the padding that crops its result.
+
+    What one side has more padding than the other is taken for input, and its gradient dropped.
+    """
+    low = _smaller_sides(padding)
+    crop = tuple(p - q for p, q in zip(_twice(low), padding))
+    grown = [n - before - after for n, before, after in zip(size[2:], crop[::2], crop[1::2])]
+    geometry = zip(grown, low, dilation, w_size[2:], stride)
+    return low, tuple((n + 2 * p - d * (k - 1) - 1) % s for n, p, d, k, s in geometry), crop
+
+
+def _weight_grad_by(
+    plan: str, dy: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints
+) -> Tensor:
+    if plan == "torch":
+        unused, only_weight = (0,) * len(stride), (False, True, False)
+        backward = torch.ops.aten.convolution_backward.default
+        w = _sized(size, x.dtype)
+        return backward(dy, x, w, None, stride, padding[::2], dilation, False, unused, x.shape[1], only_weight)[1]
+    if plan == "convolution":
+        return _weight_grad_as_convolution(dy, x, size, stride, padding[::2], dilation)
+    if plan == "empty":
+        return dy.new_zeros(size)
+    if plan == "float32":
+        return weight_grad(dy.float(), x.float(), size, stride, padding, dilation).to(x.dtype)
+    if plan == "multiplier":
+        return weight_grad(dy, x.repeat_interleave(size[0] // x.shape[1], 1), size, stride, padding, dilation)
+    low = _twice(_smaller_sides(padding))
+    return weight_grad(dy, pad(x, [p - q for p, q in zip(padding, low)]), size, stride, low, dilation)
+
+
+@lru_cache(maxsize=64)
+def _sized(size: Ints, dtype: torch.dtype) -> Tensor:
+    """Stands in for an operand of which only the size is read. Kept, as the cost of making one shows in small calls."""
+    return torch.empty(size, dtype=dtype, device="cpu")
+
+
+def _weight_grad_as_convolution(dy: Tensor, x: Tensor, size: Ints, stride: Ints, low: Ints, dilation: Ints) -> Tensor:
+    """``dw[i] = sum_o dy[o] x[o * stride + i * dilation - low]``: a block of rows of dy is the filter, i the output."""
+    rank, channels, height = len(stride), x.shape[1], x.shape[2]
+    samples = max(1, _GRADIENT_CHANNELS // channels)
+    blocks = -(-dy.shape[2] // max(1, _GRADIENT_TERMS // math.prod(dy.shape[3:])))
+    rows = -(-dy.shape[2] // blocks)
+    reach = dilation[0] * (size[2] - 1)
+    dw = x.new_zeros(size, dtype=torch.float32)
+    for some_x, some_dy in zip(x.split(samples), dy.split(samples)):
+        folded = some_x.shape[0] * channels
+        maps = some_x.permute(*range(2, 2 + rank), 0, 1).float().contiguous()  # [*spatial, n, C]
+        maps = maps.view(1, *x.shape[2:], folded).movedim(-1, 1)  # channels_last
+        for block, first in zip(some_dy.split(rows, 2), range(-low[0], height, rows * stride[0])):
+            filters = _spread(block.float(), stride)
+            last = first + filters.shape[2] + reach  # the block meets rows first to last of x
+            if last <= 0:
+                continue
+            above, below = max(0, -first), max(0, last - height)
+            both = min(above, below)
+            window = maps[:, :, max(0, first) : last]
+            if above != below:
+                window = pad(window, (above - both, below - both, *[0] * (2 * rank - 2)))
+            filters = filters.reshape(folded, 1, *filters.shape[2:])
+            part = CONVOLUTIONS[rank](window, filters, None, dilation, (both, *low[1:]), 1, folded)
+            part = _part(part, size[2:]).transpose(0, 1)
+            dw += part if folded == channels else part.unflatten(0, (-1, channels)).sum(0)
+    return dw.to(x.dtype)
+
+
+def _spread(dy: Tensor, stride: Ints) -> Tensor:
+    """Puts ``stride - 1`` zeros between neighbours."""
+    if max(stride) == 1:
+        return dy
+    spread = dy.new_zeros(*dy.shape[:2], *((n - 1) * s + 1 for n, s in zip(dy.shape[2:], stride)))
+    index: tuple[slice, ...] = tuple(slice(None, None, s) for s in (1, 1, *stride))
+    spread[index] = dy
+    return spread
+
+
+# -------------------------------------------------------------------------------------------------------------- shared
+
+
+def _twice(values: Ints) -> Ints:
+    return tuple(v for v in values for _ in range(2))
+
+
+def _smaller_sides(padding: Ints) -> Ints:
+    return tuple(map(min, padding[::2], padding[1::2]))
+
+
+def _part(y: Tensor, size: Sequence[int], start: Sequence[int] = (0, 0, 0)) -> Tensor:
+    for i, (n, first) in enumerate(zip(size, start)):
+        y = y.narrow(2 + i, first, n)
+    return y
+
+
+def _channels_last(x: Tensor, w: Tensor) -> bool:
+    return _suggests_channels_last(x.shape, x.stride()) or _suggests_channels_last(w.shape, w.stride())
+
+
+@lru_cache(maxsize=4096)
+def _suggests_channels_last(size: Ints, strides: Ints) -> bool:
+    layout = torch.empty_strided(size, strides, device="meta")
+    return suggest_memory_format(layout) is not torch.contiguous_format
+
+
+def _in_format(y: Tensor, channels_last: bool) -> Tensor:
+    """Dense in the format, with a fresh tensor's strides, also where a dimension of 1 leaves them free."""
+    strides = _fresh_strides(y.shape, channels_last)
+    if y.stride() == strides:
+        return y
+    fmt = _CHANNELS_LAST[y.dim() - 2] if channels_last else torch.contiguous_format
+    if not y.is_contiguous(memory_format=fmt):
+        y = y.contiguous(memory_format=fmt)
+    return y.as_strided(y.shape, strides)
+
+
+@lru_cache(maxsize=4096)
+def _fresh_strides(size: Ints, channels_last: bool) -> Ints:
+    fmt = _CHANNELS_LAST[len(size) - 2] if channels_last else torch.contiguous_format
+    return torch.empty(size, device="meta", memory_format=fmt).stride()

@@ -1,0 +1,147 @@
+"""Every CUDA kernel compiles for every architecture, without spilling registers: NVRTC needs no GPU.
+
+The kernels and their macros are those that the planners ask for when they are given tensors without memory and an
+architecture's shared memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashdwc.core import jit
+from flashdwc.kernels.reference import conv_output_size
+from flashdwc.ops.depthwise_operators import forward, input_grad, weight_grad
+
+pytestmark = pytest.mark.skipif(jit.why_unavailable() is not None, reason="cuda-core is not installed")
+
+MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
+# What the kernels hand to their tap-by-tap path lies on the stack; no array of accumulators or filters is that small.
+SMALL_STACK = 64
+
+# Images, channels, height, width, kernel, stride, padding, dilation, multiplier, layout.
+CASES: dict[str, tuple] = {
+    "3x3": (8, 64, 56, 56, (3, 3), 1, 1, 1, 1, "nhwc"),
+    "3x3 stride 2": (8, 96, 57, 56, (3, 3), 2, 1, 1, 1, "nhwc"),
+    "3x3 odd channels": (2, 37, 20, 21, (3, 3), 1, 1, 1, 1, "nhwc"),
+    "3x3 of single pixels": (8, 64, 1, 1, (3, 3), 1, 1, 1, 1, "nhwc"),
+    "3x3 planes": (2, 64, 56, 56, (3, 3), 1, 1, 1, 1, "nchw"),
+    "3x3 stride 3": (2, 32, 40, 40, (3, 3), 3, 1, 1, 1, "nhwc"),
+    "3x5 stride 2x3": (2, 33, 10, 20, (3, 5), (2, 3), 1, 1, 1, "nhwc"),
+    "1x1": (2, 32, 14, 14, (1, 1), 1, 0, 1, 1, "nhwc"),
+    "5x5": (8, 240, 14, 14, (5, 5), 1, 2, 1, 1, "nhwc"),
+    "5x5 stride 2": (8, 144, 28, 28, (5, 5), 2, 2, 1, 1, "nhwc"),
+    "5x5 planes of odd width": (2, 33, 15, 15, (5, 5), 1, 2, 1, 1, "nchw"),
+    "7x7": (128, 96, 56, 56, (7, 7), 1, 3, 1, 1, "nhwc"),
+    "7x7 small map": (8, 768, 7, 7, (7, 7), 1, 3, 1, 1, "nhwc"),
+    "7x7 planes": (8, 96, 56, 56, (7, 7), 1, 3, 1, 1, "nchw"),
+    "7x7 stride 2": (8, 64, 56, 56, (7, 7), 2, 3, 1, 1, "nhwc"),
+    "7x7 dilation 2": (8, 64, 56, 56, (7, 7), 1, 6, 2, 1, "nhwc"),
+    "7x7 multiplier": (2, 8, 28, 28, (7, 7), 1, 3, 1, 4, "nhwc"),
+    "9x9": (128, 256, 64, 64, (9, 9), 1, 4, 1, 1, "nhwc"),
+    "13x13": (128, 256, 64, 64, (13, 13), 1, 6, 1, 1, "nhwc"),
+    "13x13 stride 2": (2, 32, 28, 28, (13, 13), 2, 6, 1, 1, "nhwc"),
+    "31x31": (128, 256, 64, 64, (31, 31), 1, 15, 1, 1, "nhwc"),
+    "31x31 planes": (8, 256, 28, 28, (31, 31), 1, 15, 1, 1, "nchw"),
+    "51x5": (8, 96, 56, 56, (51, 5), 1, (25, 2), 1, 1, "nhwc"),
+    "5x51": (8, 96, 56, 56, (5, 51), 1, (2, 25), 1, 1, "nhwc"),
+    "1x11": (8, 40, 28, 28, (1, 11), 1, (0, 5), 1, 1, "nhwc"),
+    "1x4 along a line": (8, 512, 1, 2048, (1, 4), 1, (0, 3), 1, 1, "nchw"),
+    "63x63": (1, 64, 64, 64, (63, 63), 1, 31, 1, 1, "nhwc"),
+}
+ELSEWHERE = ["3x3", "3x3 stride 2", "5x5 planes of odd width", "7x7", "7x7 stride 2", "13x13", "31x31 planes", "51x5"]
+RUNS = [("sm_90a", name) for name in CASES]
+RUNS += [(arch, name) for arch in jit.ARCHITECTURES if arch != "sm_90a" for name in ELSEWHERE]
+
+
+def capability(arch: str) -> tuple[int, int]:
+    digits = arch.removeprefix("sm_").rstrip("a")
+    return int(digits[:-1]), int(digits[-1])
+
+
+@pytest.fixture
+def specialisations(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Function from (architecture, case, dtype) to the kernels that its three operators launch: (name, macros)."""
+
+    def find(arch: str, case: str, dtype: torch.dtype) -> list[tuple[str, dict]]:
+        asked: list[tuple[str, dict]] = []
+        device = SimpleNamespace(multi_processor_count=MULTIPROCESSORS[arch])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability(arch))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: device)
+        monkeypatch.setattr(jit, "Launcher", lambda name, macros, *args, **kwargs: asked.append((name, dict(macros))))
+        for operator, args in operations(*CASES[case], dtype=dtype):
+            cuda = next(backend for backend in operator.backends if backend.name == "cuda")
+            before = len(asked)
+            cuda.plan(*args)
+            assert len(asked) > before, f"{operator.name} launches nothing"
+        return asked
+
+    return find
+
+
+def operations(
+    images, channels, height, width, kernel, stride, padding, dilation, multiplier, layout, dtype
+) -> Iterator[tuple]:
+    memory_format = {"nhwc": torch.channels_last, "nchw": torch.contiguous_format}[layout]
+
+    def tensor(*size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta").to(memory_format=memory_format)
+
+    vertical, horizontal = padding if isinstance(padding, tuple) else (padding, padding)
+    sides = (vertical, vertical, horizontal, horizontal)
+    stride = stride if isinstance(stride, tuple) else (stride, stride)
+    geometry = (stride, sides, (dilation, dilation))
+    x = tensor(images, channels, height, width)
+    w = torch.empty(channels * multiplier, 1, *kernel, dtype=dtype, device="meta")
+    dy = tensor(images, channels * multiplier, *conv_output_size((height, width), kernel, *geometry))
+    yield forward, (x, w, w[:, 0, 0, 0], *geometry, "auto", "auto")
+    yield input_grad, (dy, w, tuple(x.shape), *geometry, "auto", "auto")
+    yield weight_grad, (dy, x, tuple(w.shape), w.stride(), *geometry, "auto", "auto")
+
+
+def compile_log(specialisation: tuple[str, dict], arch: str) -> str:
+    name, macros = specialisation
+    _, log = jit.compile_source(jit._full_source(name, macros), name, arch, verbose=True)
+    return log
+
+
+def kernels() -> set[str]:
+    return {path.stem for path in jit.SOURCES.glob("*.cu") if "__global__" in path.read_text()}
+
+
+@pytest.mark.parametrize(("arch", "case"), RUNS, ids=[f"{arch}-{case}" for arch, case in RUNS])
+def test_compiles_without_spills(arch, case, specialisations):
+    dtype = torch.bfloat16 if "stride" in case else torch.float16
+    found = specialisations(arch, case, dtype)
+    with ThreadPoolExecutor(2) as pool:
+        logs = list(pool.map(lambda s: compile_log(s, arch), found))
+    for (name, macros), log in zip(found, logs):
+        frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+        assert frames, f"no resources in the compiler's log:\n{log}"
+        for stack, *spills in frames:
+            assert spills == ["0", "0"], f"{name} spills registers: {macros}\n{log}"
+            assert int(stack) <= SMALL_STACK, f"{name} keeps an array on the stack: {macros}\n{log}"
+
+
+def test_cases_reach_every_kernel(specialisations):
+    reached = {name for case in CASES for name, _ in specialisations("sm_90a", case, torch.float16)}
+    assert reached == kernels(), "a kernel without a case in this file, or a case without a kernel"
+
+
+def test_every_architecture_is_tried():
+    assert {arch for arch, _ in RUNS} == set(jit.ARCHITECTURES) == set(MULTIPROCESSORS)
+
+
+def test_an_error_in_a_kernel_shows_log_and_source():
+    """Build failures said nothing of the cause. https://github.com/Dao-AILab/causal-conv1d/issues/47"""
+    with pytest.raises(jit.CompileError, match="no_such_function") as error:
+        jit.compile_source('extern "C" __global__ void broken() { no_such_function(); }', "broken", "sm_90a")
+    path = re.search(r"source: (\S+)", str(error.value))[1]
+    with open(path) as file:
+        assert "no_such_function" in file.read()
