@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from ..core.backend import Backend, Plan
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {2: F.conv2d, 3: F.conv3d}
 
 
@@ -31,8 +33,13 @@ def _crop(x: Tensor, padding: Sequence[int]) -> Tensor:
     return pad(x, [-p for p in padding])
 
 
-def tf32_allowed(precision: str) -> bool:
-    return torch.backends.cudnn.allow_tf32 if precision == "auto" else precision == "tf32"
+def output_format(a: Tensor, w: Tensor | None = None) -> torch.memory_format:
+    """PyTorch's rule: channels_last where one of the operands suggests it (but not for float64 on CUDA)."""
+    if a.is_cuda and a.dtype is torch.float64:
+        return torch.contiguous_format
+    channels_last = CHANNELS_LAST[a.dim()]
+    suggested = any(t is not None and suggest_memory_format(t) is channels_last for t in (a, w))
+    return channels_last if suggested else torch.contiguous_format
 
 
 def _must_avoid_tf32(x: Tensor, precision: str) -> bool:
@@ -47,14 +54,19 @@ def _plan_forward(x: Tensor, w: Tensor, b: Tensor | None, stride, padding, dilat
     even = symmetric(padding)
     low = padding[::2] if even else (0,) * spatial
 
+    memory_format = output_format(x, w)
+
     def run(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         if not even:
             x = pad(x, padding)
         if not ieee:
-            return convolution(x, w, b, stride, low, dilation, groups)
-        cudnn = torch.backends.cudnn
-        switches = (cudnn.benchmark, cudnn.deterministic, cudnn.enabled, False)
-        return torch._convolution(x, w, b, stride, low, dilation, False, [0] * spatial, groups, *switches)
+            y = convolution(x, w, b, stride, low, dilation, groups)
+        else:
+            cudnn = torch.backends.cudnn
+            switches = (cudnn.benchmark, cudnn.deterministic, cudnn.enabled, False)
+            x, w = x.contiguous(), w.contiguous()
+            y = torch._convolution(x, w, b, stride, low, dilation, False, [0] * spatial, groups, *switches)
+        return y.contiguous(memory_format=memory_format)
 
     return run
 
@@ -74,11 +86,12 @@ def _plan_input_grad(dy: Tensor, w: Tensor, input_size, stride, padding, dilatio
     geometry = (stride, padding[::2] if even else (0,) * len(stride), dilation)
     spatial = [n + (0 if even else padding[2 * i] + padding[2 * i + 1]) for i, n in enumerate(input_size[2:])]
     size = (*input_size[:2], *spatial)
+    memory_format = output_format(dy, w)
 
     def run(dy: Tensor, w: Tensor) -> Tensor:
-        x = dy.new_empty(1).expand(size)  # only its metadata is used
+        x = torch.empty(size, dtype=dy.dtype, device=dy.device, memory_format=memory_format)  # its layout decides
         dx = _backward(dy, x, w, geometry, ieee, [True, False, False])[0]
-        return dx if even else _crop(dx, padding)
+        return (dx if even else _crop(dx, padding)).contiguous(memory_format=memory_format)
 
     return run
 
@@ -89,11 +102,12 @@ def _plan_weight_grad(
     ieee = _must_avoid_tf32(dy, precision)
     even = symmetric(padding)
     geometry = (stride, padding[::2] if even else (0,) * len(stride), dilation)
+    strides = tuple(weight_stride)
 
     def run(dy: Tensor, x: Tensor) -> Tensor:
         w = dy.new_empty(weight_size)
         dw = _backward(dy, x if even else pad(x, padding), w, geometry, ieee, [False, True, False])[1]
-        return dw.contiguous()
+        return dw if dw.stride() == strides else dw.contiguous().as_strided(weight_size, strides)
 
     return run
 

@@ -12,18 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
 from ..core.backend import Backend, Cost, Plan
 from ..core.op import Operator
 from ..kernels import native, reference
 from ..kernels.cpu import depthwise as cpu
 from ..kernels.cuda import depthwise as cuda
+from ..kernels.native import output_format
 from ..kernels.reference import conv_output_size
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PRECISIONS = ("auto", "ieee", "tf32")
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 # --- what the arguments must be ----------------------------------------------------------------------------------------
@@ -98,15 +97,6 @@ def _check_weight_grad(dy, x, weight_size, weight_stride, stride, padding, dilat
 
 
 # --- what the results look like ----------------------------------------------------------------------------------------
-
-
-def output_format(a: Tensor, w: Tensor | None = None) -> torch.memory_format:
-    """PyTorch's rule: channels_last where one of the operands suggests it (but not for float64 on CUDA)."""
-    if a.is_cuda and a.dtype is torch.float64:
-        return torch.contiguous_format
-    channels_last = CHANNELS_LAST[a.dim()]
-    suggested = any(t is not None and suggest_memory_format(t) is channels_last for t in (a, w))
-    return channels_last if suggested else torch.contiguous_format
 
 
 def _fake_forward(x, w, b, stride, padding, dilation, precision, impl) -> Tensor:

@@ -62,7 +62,7 @@ _SMALL_MAP = 14  # rows or columns: on smaller maps the detours cost more than t
 _WORTH_ROTATING = 2_500_000  # products; the same for rotating the filter
 _FEW_TAPS, _FEW_TAPS_STRIDED = 15, 25
 _GRADIENT_CHANNELS = 384  # in one weight gradient convolution: wider rows miss the cache, narrower ones cost more calls
-_GRADIENT_TERMS = 256  # added in sequence: more cost accuracy, fewer cost more calls
+_GRADIENT_TERMS = 512  # added in sequence: more cost accuracy, fewer cost more calls
 
 
 def forward(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...core import jit
 from ...core.backend import Backend, Plan
+from ..native import output_format
 from . import depthwise_direct as direct
 from . import depthwise_tensor_core as tensor_core
 from .depthwise_problem import Problem, forward_problem, input_grad_problem, weight_grad_problem
@@ -84,18 +85,12 @@ def _backend(
     return Backend("cuda", why_not, plan, prefer_not, describe)
 
 
-def _output_format(a: Tensor, w: Tensor) -> torch.memory_format:
-    from ...ops.depthwise_operators import output_format
-
-    return output_format(a, w)
-
-
 def _pose_forward(x: Tensor, w: Tensor, b: Tensor | None, stride, padding, dilation, *_: Any) -> Problem:
-    return forward_problem(x, w, _output_format(x, w), stride, padding, dilation)
+    return forward_problem(x, w, output_format(x, w), stride, padding, dilation)
 
 
 def _pose_input_grad(dy: Tensor, w: Tensor, input_size, stride, padding, dilation, *_: Any) -> Problem:
-    return input_grad_problem(dy, w, _output_format(dy, w), input_size, stride, padding, dilation)
+    return input_grad_problem(dy, w, output_format(dy, w), input_size, stride, padding, dilation)
 
 
 def _pose_weight_grad(dy: Tensor, x: Tensor, weight_size, weight_stride, stride, padding, dilation, *_: Any) -> Problem:
@@ -104,11 +99,11 @@ def _pose_weight_grad(dy: Tensor, x: Tensor, weight_size, weight_stride, stride,
 
 def _plan_forward(engine: Any, problem: Problem, x: Tensor, w: Tensor, *_: Any) -> Plan:
     size = (problem.images, problem.channels, problem.vertical.out, problem.horizontal.out)
-    return _plan_conv(engine, problem, x, size, _output_format(x, w), False)
+    return _plan_conv(engine, problem, x, size, output_format(x, w), False)
 
 
 def _plan_input_grad(engine: Any, problem: Problem, dy: Tensor, w: Tensor, input_size, *_: Any) -> Plan:
-    return _plan_conv(engine, problem, dy, input_size, _output_format(dy, w), True)
+    return _plan_conv(engine, problem, dy, input_size, output_format(dy, w), True)
 
 
 def _plan_conv(engine: Any, problem: Problem, source: Tensor, size, memory_format, rotate: bool) -> Plan:

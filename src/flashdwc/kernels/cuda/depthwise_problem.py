@@ -88,21 +88,17 @@ def layout(size: Sequence[int], strides: Sequence[int], address: int = 0) -> Lay
 
 def readable(t: Tensor) -> Tensor:
     """``t``, copied only where the kernels cannot read its strides."""
-    if layout(t.shape, t.stride()) is not None:
-        return t
-    step = {i: s for i, s in enumerate(t.stride()) if t.shape[i] > 1}
-    channels_last = step.get(1, 0) == min(step.values())
-    return t.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    return t if layout(t.shape, t.stride()) is not None else t.contiguous(memory_format=_format_of_copy(t))
+
+
+def _format_of_copy(t: Tensor) -> torch.memory_format:
+    _, channel, _, column = (s if n > 1 else float("inf") for n, s in zip(t.shape, t.stride()))
+    return torch.channels_last if channel < column else torch.contiguous_format
 
 
 def _layout_of(t: Tensor) -> Layout:
-    if t.device.type == "meta":
-        return layout(t.shape, t.stride()) or Layout(False, 1)
-    found = layout(t.shape, t.stride(), t.data_ptr() % 16)
-    if found is None:
-        copy = torch.empty_like(t, device="meta")
-        found = layout(copy.shape, copy.stride()) or Layout(False, 1)
-    return found
+    address = 0 if t.device.type == "meta" else t.data_ptr() % 16
+    return layout(t.shape, t.stride(), address) or dense_layout(t.shape, _format_of_copy(t))[1]
 
 
 def dense_layout(size: Sequence[int], memory_format: torch.memory_format) -> tuple[tuple[int, ...], Layout]:

@@ -69,6 +69,7 @@ def plan_conv(
 
 def conv_runner(launch: jit.Launcher, source: Tensor, size: tuple[int, ...], strides: tuple[int, ...]) -> Plan:
     index, dtype = source.device.index, source.dtype
+    size, strides = tuple(size), tuple(strides)  # exactly tuples: torch.Size is refused by the allocation
     copies = readable(source) is not source
 
     def run(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
@@ -130,8 +131,9 @@ def choose_splits(device: torch.device, columns: int, tiles: int, resident: int)
 def weight_grad_runner(launch: jit.Launcher, splits: int, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
     """Runs the kernel and, where it leaves several partial results, adds them."""
     device, dtype, index = x.device, x.dtype, x.device.index
+    size, strides = tuple(weight_size), tuple(weight_stride)  # exactly tuples: torch.Size is refused by the allocation
     count = 1
-    for n in weight_size:
+    for n in size:
         count *= n
     reduce = None
     if splits > 1:
@@ -152,7 +154,7 @@ def weight_grad_runner(launch: jit.Launcher, splits: int, dy: Tensor, x: Tensor,
             with torch.cuda.device(index):
                 return run(dy, x)
         dy, x = readable(dy), readable(x)
-        dw = empty_strided(weight_size, weight_stride, dtype)
+        dw = empty_strided(size, strides, dtype)
         if reduce is None:
             launch(x.data_ptr(), dy.data_ptr(), 0, dw.data_ptr())
             return dw
