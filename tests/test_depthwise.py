@@ -212,7 +212,9 @@ def test_padding_modes_pad_the_right_axis(mode, padding, place):
     assert torch.equal(y, theirs)
     g = torch.randn_like(y)
     ours, theirs = torch.autograd.grad(y, (x_, w_, b_), g), torch.autograd.grad(theirs, (padded, w__, b__), g)
-    torch.testing.assert_close(ours, theirs)
+    # on CUDA, F.pad's own backward adds in any order, in the type of its operands: a few roundings apart
+    eps = torch.finfo(x.dtype).eps
+    torch.testing.assert_close(ours, theirs, rtol=4 * eps, atol=4 * eps * g.abs().max().item())
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])

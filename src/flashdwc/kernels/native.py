@@ -103,10 +103,14 @@ def _plan_weight_grad(
     even = symmetric(padding)
     geometry = (stride, padding[::2] if even else (0,) * len(stride), dilation)
     strides = tuple(weight_stride)
+    sums_short = dy.is_cuda and dy.dim() == 5 and dy.dtype in (torch.float16, torch.bfloat16)
 
     def run(dy: Tensor, x: Tensor) -> Tensor:
+        dtype = dy.dtype
+        if sums_short:  # PyTorch's three-dimensional kernel would add in the type of its operands
+            dy, x = dy.float(), x.float()
         w = dy.new_empty(weight_size)
-        dw = _backward(dy, x if even else pad(x, padding), w, geometry, ieee, [False, True, False])[1]
+        dw = _backward(dy, x if even else pad(x, padding), w, geometry, ieee, [False, True, False])[1].to(dtype)
         return dw if dw.stride() == strides else dw.contiguous().as_strided(weight_size, strides)
 
     return run

@@ -65,7 +65,7 @@ def _backend(
         problem, limit = pose(*args), tensor_core.shared_limit(args[0].device)
         if problem.empty or _prefers_direct(problem):
             return None
-        return tensor_core.why_no_tile(tile_of(problem, limit), problem, limit)
+        return tensor_core.why_no_tile(tile_of(problem.folded, limit), problem.folded, limit)
 
     def plan(*args: Any) -> Plan:
         problem = pose(*args)
@@ -80,7 +80,7 @@ def _backend(
             return "nothing to compute"
         if _prefers_direct(problem):
             return direct.describe(problem, strip_of(problem))
-        return tensor_core.describe(problem, tile_of(problem, tensor_core.shared_limit(args[0].device)))
+        return tensor_core.describe(problem.folded, tile_of(problem.folded, tensor_core.shared_limit(args[0].device)))
 
     return Backend("cuda", why_not, plan, prefer_not, describe)
 

@@ -10,6 +10,7 @@
 //
 //   tile (one block):  CHANNELS planes, each IMAGES x TILE_ROWS x TILE_COLUMNS; item = (channel, set of GROUPS row groups), one a warp
 //
+// LINEAR: a tensor of one row; the rows of a tile are parts of it, one behind the other.
 // LEAD columns are loaded before the window and meet zeros: the tile then starts where global memory is aligned (NCHW).
 //
 // A tile that holds an inf or NaN (or whose filters do) is computed tap by tap instead, as 0 * inf in a Toeplitz zero would spread it.
@@ -28,8 +29,10 @@ constexpr int OUT_ROWS = SETS * GROUPS * ROWS, OUT_COLUMNS = BLOCKS * 8 * UW;
 constexpr int WARPS = THREADS / 32, ITEMS = CHANNELS * SETS;
 constexpr bool STAY = KH > CHUNK || SUM > 1 || SETS > 1;  // accumulators stay with their warp until the block is done
 
-using Input = Tile<IN_NHWC, IN_VEC, SHIFT, CHANNELS, IMAGES, TILE_ROWS, TILE_COLUMNS, ROW_PITCH, IMAGE_PITCH, PLANE_PITCH, OCTET_PITCH>;
-using Output = Tile<OUT_NHWC, OUT_VEC, 0, CHANNELS, IMAGES, OUT_ROWS, OUT_COLUMNS, OUT_COLUMNS, OUT_IMAGE_PITCH, PLANE_PITCH, OCTET_PITCH>;
+using Input = Tile<IN_NHWC, IN_VEC, SHIFT, CHANNELS, IMAGES, TILE_ROWS, TILE_COLUMNS, ROW_PITCH, IMAGE_PITCH, PLANE_PITCH, OCTET_PITCH,
+                   LINEAR ? OUT_COLUMNS / UW * SW : 0>;
+using Output = Tile<OUT_NHWC, OUT_VEC, 0, CHANNELS, IMAGES, OUT_ROWS, OUT_COLUMNS, OUT_COLUMNS, OUT_IMAGE_PITCH, PLANE_PITCH, OCTET_PITCH,
+                    LINEAR ? OUT_COLUMNS : 0>;
 
 // A filter row is stored with zeros around and between its taps; a lane's pair starts at any element, so where pairs are neighbours
 // (U = 1) and may start at an odd one, a second copy, shifted by one, keeps the 32-bit loads aligned.
@@ -150,7 +153,12 @@ template <class Epilogue> __device__ __noinline__ void tile_by_taps(const Params
   for (int i = threadIdx.x; i < CHANNELS * IMAGES * OUT_ROWS * OUT_COLUMNS; i += THREADS) {
     int channel = out.channel + i % CHANNELS, r = i / CHANNELS, column = out.column + r % OUT_COLUMNS;
     r /= OUT_COLUMNS;
-    int row = out.row + r % OUT_ROWS, image = out.image + r / OUT_ROWS;
+    int row = out.row + r % OUT_ROWS;
+    if constexpr (LINEAR) {
+      column += (row - out.row) * OUT_COLUMNS;
+      row = 0;
+    }
+    int image = out.image + r / OUT_ROWS;
     if (channel >= p.channels || image >= p.images || row >= p.out_rows || column >= p.out_columns) continue;
     float sum = by_taps(p, image, channel, row, column);
     p.y.data[image * p.y.image + channel * p.y.channel + row * p.y.row + column * p.y.column] = from_float(epilogue(sum, channel));
@@ -167,6 +175,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_c
   t /= p.tiles_across;
   out.row = t % p.tiles_down * OUT_ROWS;
   out.image = t / p.tiles_down * IMAGES;
+  if constexpr (LINEAR) {
+    out.column = out.row * OUT_COLUMNS;
+    out.row = 0;
+  }
   out.images = p.images, out.rows = p.out_rows, out.columns = p.out_columns, out.channels = p.channels;
   in = out;
   in.row = out.row / UH * SH - FIRST_H, in.column = out.column / UW * SW - FIRST_W - LEAD;

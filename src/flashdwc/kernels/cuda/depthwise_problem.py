@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -58,10 +58,21 @@ class Problem:
     outer: Layout = Layout(True, 8)
     spread: int = 1  # results that one input channel feeds
     sum: int = 1  # input channels that feed one result
+    linear: bool = False  # the rows are parts, one behind the other, of one long row
 
     @property
     def taps(self) -> int:
         return self.vertical.k * self.horizontal.k
+
+    @property
+    def folded(self) -> Problem:
+        """One long row cut into rows as wide as a tile, so that tiles have rows to share."""
+        v, h = self.vertical, self.horizontal
+        width = 64 * h.u
+        if (v.size, v.out, v.k, v.s, v.u, v.p) != (1, 1, 1, 1, 1, 0) or h.out <= width:
+            return self
+        rows = -(-h.out // width)
+        return replace(self, vertical=replace(v, size=rows, out=rows), horizontal=replace(h, out=width), linear=True)
 
     @property
     def empty(self) -> bool:

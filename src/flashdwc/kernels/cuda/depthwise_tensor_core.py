@@ -46,11 +46,12 @@ def plan_conv(
     device, dtype = source.device, source.dtype
     size = tuple(result_size)
     strides, _ = dense_layout(size, memory_format)
-    tile = conv_tile(problem, shared_limit(device))
+    folded = problem.folded
+    tile = conv_tile(folded, shared_limit(device))
     if tile is None:
-        raise RuntimeError(why_no_tile(tile, problem, shared_limit(device)))
-    macros, shared = conv_macros(problem, tile)
-    blocks, across, down, channel_blocks = grid(problem, tile)
+        raise RuntimeError(why_no_tile(tile, folded, shared_limit(device)))
+    macros, shared = conv_macros(folded, tile)
+    blocks, across, down, channel_blocks = grid(folded, tile)
     vertical, horizontal = problem.vertical, problem.horizontal
     launch = jit.Launcher(
         "depthwise_conv",
@@ -93,11 +94,12 @@ def conv_runner(launch: jit.Launcher, source: Tensor, size: tuple[int, ...], str
 
 def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
     device = x.device
-    tile = weight_grad_tile(problem, shared_limit(device))
+    folded = problem.folded
+    tile = weight_grad_tile(folded, shared_limit(device))
     if tile is None:
-        raise RuntimeError(why_no_tile(tile, problem, shared_limit(device)))
-    macros, shared = weight_grad_macros(problem, tile)
-    blocks, across, down, channel_blocks = grid(problem, tile)
+        raise RuntimeError(why_no_tile(tile, folded, shared_limit(device)))
+    macros, shared = weight_grad_macros(folded, tile)
+    blocks, across, down, channel_blocks = grid(folded, tile)
     vertical, horizontal = problem.vertical, problem.horizontal
     tiles, height_blocks = blocks // channel_blocks, -(-vertical.k // tile.chunk)
     splits = choose_splits(device, channel_blocks * height_blocks, tiles, tile.per_sm)

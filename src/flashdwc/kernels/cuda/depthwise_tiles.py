@@ -150,7 +150,7 @@ def _common_macros(problem: Problem, tile: Tile) -> dict[str, int]:
     return {
         "IN_NHWC": problem.inner.nhwc, "IN_VEC": problem.inner.vector,
         "OUT_NHWC": problem.outer.nhwc, "OUT_VEC": problem.outer.vector,
-        "KH": v.k, "KW": h.k, "SH": v.s, "SW": h.s, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p,
+        "LINEAR": problem.linear, "KH": v.k, "KW": h.k, "SH": v.s, "SW": h.s, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p,
         "SPREAD": problem.spread, "CHANNELS": tile.channels, "BLOCKS": tile.blocks, "GROUPS": tile.groups,
         "IMAGES": tile.images, "ROWS": tile.rows, "THREADS": 32 * tile.warps, "BLOCKS_PER_SM": tile.per_sm,
     }  # fmt: skip

@@ -5,6 +5,7 @@
 // Both operands come from planar tiles through transposing ldmatrix; the 16 blocks b of one mma are BLOCKS columns x GROUPS row groups
 // x IMAGES. G stays in registers, in fp32, over all tiles of a block; the diagonal sums are taken once at the end and written as one
 // of `splits` partial results, which reduce_partials.cu adds in a fixed order, or, where there is one split, as the result.
+// LINEAR: tensors of one row; the rows of a tile are parts of it, one behind the other.
 // LEAD columns are loaded before the window: the tile then starts where global memory is aligned (NCHW).
 //
 //   block (channels, HEIGHT filter rows, split); a warp owns PER_WARP channels
@@ -20,9 +21,10 @@ constexpr int TILE_COLUMNS = (BLOCKS - 1) * 8 * SW + 16 * M16;
 constexpr int OUT_ROWS = GROUPS * ROWS, OUT_COLUMNS = BLOCKS * 8;
 constexpr int WARPS = THREADS / 32, PER_WARP = CHANNELS / WARPS;
 
-using Input = Tile<IN_NHWC, IN_VEC, SHIFT, CHANNELS, IMAGES, TILE_ROWS, TILE_COLUMNS, ROW_PITCH, IMAGE_PITCH, PLANE_PITCH, OCTET_PITCH>;
+using Input = Tile<IN_NHWC, IN_VEC, SHIFT, CHANNELS, IMAGES, TILE_ROWS, TILE_COLUMNS, ROW_PITCH, IMAGE_PITCH, PLANE_PITCH, OCTET_PITCH,
+                   LINEAR ? OUT_COLUMNS * SW : 0>;
 using Output = Tile<OUT_NHWC, OUT_VEC, 0, CHANNELS, IMAGES, OUT_ROWS, OUT_COLUMNS, OUT_COLUMNS, OUT_IMAGE_PITCH, OUT_PLANE_PITCH,
-                    OUT_OCTET_PITCH>;
+                    OUT_OCTET_PITCH, LINEAR ? OUT_COLUMNS : 0>;
 
 static_assert(BLOCKS * GROUPS * IMAGES == 16 && CHANNELS % WARPS == 0);
 
@@ -86,6 +88,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_w
     out.column = tile % p.tiles_across * OUT_COLUMNS;
     out.row = tile / p.tiles_across % p.tiles_down * OUT_ROWS;
     out.image = tile / p.tiles_across / p.tiles_down * IMAGES;
+    if constexpr (LINEAR) {
+      out.column = out.row * OUT_COLUMNS;
+      out.row = 0;
+    }
     out.images = p.images, out.rows = p.out_rows, out.columns = p.out_columns, out.channels = p.channels;
     in = out;
     in.row = out.row * SH - PAD_H + first * DH, in.column = out.column * SW - PAD_W - LEAD;

@@ -73,13 +73,15 @@ template <int width, class Inside> __device__ __forceinline__ void write8(u16* p
     }
 }
 
-// Shape of a tile in shared memory and how it lies in global memory. SHIFT: its first column modulo vec (NCHW).
+// Shape of a tile in shared memory and how it lies in global memory. SHIFT: its first column modulo vec (NCHW). STEP: 0, or the columns
+// from one row of the tile to the next where all are parts of the tensor's one row (they overlap by the filter).
 template <bool NHWC_, int VEC_, int SHIFT_, int CHANNELS_, int IMAGES_, int ROWS_, int COLUMNS_, int ROW_PITCH_, int IMAGE_PITCH_,
-          int PLANE_PITCH_, int OCTET_PITCH_>
+          int PLANE_PITCH_, int OCTET_PITCH_, int STEP_>
 struct Tile {
   static constexpr bool nhwc = NHWC_;
   static constexpr int vec = VEC_, shift = SHIFT_, channels = CHANNELS_, images = IMAGES_, rows = ROWS_, columns = COLUMNS_;
   static constexpr int row_pitch = ROW_PITCH_, image_pitch = IMAGE_PITCH_, plane_pitch = PLANE_PITCH_, octet_pitch = OCTET_PITCH_;
+  static constexpr int step = STEP_;
   static constexpr int size = channels / 8 * octet_pitch;  // elements
   static constexpr int units = columns / 8;
   static_assert(columns % 8 == 0 && row_pitch % 8 == 0 && image_pitch % 8 == 0 && plane_pitch % 8 == 0 && octet_pitch % 8 == 0);
@@ -102,7 +104,7 @@ __device__ __forceinline__ u32 load_tile(u16* tile, const Tensor4& x, const Orig
       int o = u % octets, r = u / octets, i = r % T::units;
       r /= T::units;
       int row = r % T::rows, n = r / T::rows;
-      int y = at.row + row, x0 = at.column + 8 * i, c = at.channel + 8 * o;
+      int y = at.row + (T::step ? 0 : row), x0 = at.column + 8 * i + row * T::step, c = at.channel + 8 * o;
       bool inside = unsigned(y) < unsigned(at.rows) && at.image + n < at.images;
       const u16* line = x.data + (at.image + n) * x.image + y * x.row + x0 * x.column;
       Octet pixels[8], planes[8];
@@ -138,7 +140,7 @@ __device__ __forceinline__ u32 load_tile(u16* tile, const Tensor4& x, const Orig
       int i = u % T::units, r = u / T::units, row = r % T::rows;
       r /= T::rows;
       int n = r % T::images, c = r / T::images;
-      int y = at.row + row, x0 = at.column + 8 * i, channel = at.channel + c;
+      int y = at.row + (T::step ? 0 : row), x0 = at.column + 8 * i + row * T::step, channel = at.channel + c;
       bool ok = unsigned(y) < unsigned(at.rows) && at.image + n < at.images && channel < at.channels;
       const u16* line = x.data + (at.image + n) * x.image + source(channel) * x.channel + y * x.row;
       auto inside = [&](int first) { return [=](int e) { return ok && unsigned(first + e) < unsigned(at.columns); }; };
@@ -176,7 +178,7 @@ template <class T, int threads> __device__ __forceinline__ void store_tile(const
       int o = u % octets, r = u / octets, i = r % T::units;
       r /= T::units;
       int row = r % T::rows, n = r / T::rows;
-      int y0 = at.row + row, x0 = at.column + 8 * i, c = at.channel + 8 * o;
+      int y0 = at.row + (T::step ? 0 : row), x0 = at.column + 8 * i + row * T::step, c = at.channel + 8 * o;
       if (y0 >= at.rows || x0 >= at.columns || at.image + n >= at.images) continue;
       const u16* from = tile + o * T::octet_pitch + n * T::image_pitch + row * T::row_pitch + 8 * i;
       Octet planes[8], pixels[8];
@@ -194,7 +196,7 @@ template <class T, int threads> __device__ __forceinline__ void store_tile(const
       int i = u % T::units, r = u / T::units, row = r % T::rows;
       r /= T::rows;
       int n = r % T::images, c = r / T::images;
-      int y0 = at.row + row, x0 = at.column + 8 * i, channel = at.channel + c;
+      int y0 = at.row + (T::step ? 0 : row), x0 = at.column + 8 * i + row * T::step, channel = at.channel + c;
       if (y0 >= at.rows || x0 >= at.columns || at.image + n >= at.images || channel >= at.channels) continue;
       Octet v;
       v.quad = *reinterpret_cast<const uint4*>(tile + T::plane(c) + n * T::image_pitch + row * T::row_pitch + 8 * i);
