@@ -117,9 +117,15 @@ def _fake_weight_grad(dy, x, weight_size, weight_stride, stride, padding, dilati
 def packed_strides(size: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """Strides for a weight's gradient: the weight's own where its memory is packed in order (so that ``grad`` and
     parameter agree to the letter, size-1 dimensions included), else those of a contiguous tensor."""
-    contiguous = torch.empty(tuple(size), device="meta").stride()
-    same = all(n == 1 or s == c for n, s, c in zip(size, strides, contiguous))
-    return tuple(strides) if same else contiguous
+    contiguous: list[int] = []
+    expected = 1
+    for n in reversed(size):
+        contiguous.insert(0, expected)
+        expected *= n
+    for n, s, c in zip(size, strides, contiguous):
+        if n != 1 and s != c:
+            return tuple(contiguous)
+    return tuple(strides)
 
 
 # --- gradients ---------------------------------------------------------------------------------------------------------

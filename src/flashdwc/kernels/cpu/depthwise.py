@@ -59,7 +59,7 @@ _HANGING_CHANNELS, _HANGING_COLUMNS = 16, 14
 # Filter columns for which the pixel kernel is no faster than the planar one, and those for which it is far slower.
 _SLOW_PIXEL_COLUMNS, _SLOWEST_PIXEL_COLUMNS = range(9, 14), range(12, 14)
 _SMALL_MAP = 14  # rows or columns: on smaller maps the detours cost more than they save
-_WORTH_ROTATING = 2_500_000  # products; the same for rotating the filter
+_WORTH_ROTATING = 10_000_000  # products; the same for rotating the filter
 _FEW_TAPS, _FEW_TAPS_STRIDED = 15, 25
 _GRADIENT_CHANNELS = 384  # in one weight gradient convolution: wider rows miss the cache, narrower ones cost more calls
 _GRADIENT_TERMS = 512  # added in sequence: more cost accuracy, fewer cost more calls
@@ -173,9 +173,10 @@ def _plan_input_grad(
         return "torch"
     if not symmetric(padding) or len(stride) == 3 or max(dilation) > 1:
         return "rotated"
-    little = min(size[2:]) < _SMALL_MAP or math.prod(size) * math.prod(w_size[2:]) < _WORTH_ROTATING
-    slow_pixel = w_size[-1] in _SLOW_PIXEL_COLUMNS and _suggests_channels_last(dy_size, dy_strides)
-    return "torch" if little or slow_pixel else "rotated"
+    columns, channels_last = w_size[-1], _suggests_channels_last(dy_size, dy_strides)
+    products = math.prod(size) * math.prod(map(min, size[2:], w_size[2:]))
+    pixel_is_faster = columns not in _SLOW_PIXEL_COLUMNS and (channels_last or columns > _SLOW_PIXEL_COLUMNS[-1])
+    return "rotated" if pixel_is_faster and products >= _WORTH_ROTATING and min(size[2:]) >= _SMALL_MAP else "torch"
 
 
 @lru_cache(maxsize=4096)
@@ -190,12 +191,11 @@ def _plan_weight_grad(
         return "torch" if dtype.itemsize > 2 else "float32"
     if w_size[0] != size[1]:
         return "multiplier"
-    if max(dilation) > 1 or len(stride) == 3:
+    channels_last = _suggests_channels_last(size, strides)
+    few = _FEW_TAPS_STRIDED if channels_last and max(stride) > 1 else _FEW_TAPS
+    if math.prod(w_size[2:]) > few or len(stride) == 3 or (max(dilation) > 1 and not channels_last):
         return "convolution"
-    strided = max(stride) > 1 and _suggests_channels_last(size, strides)
-    if math.prod(w_size[2:]) > (_FEW_TAPS_STRIDED if strided else _FEW_TAPS):
-        return "convolution"
-    sums_in_float32 = dtype is torch.float32 or (_has_kernels(dtype, w_size) and w_size[-1] <= 3)
+    sums_in_float32 = dtype is torch.float32 or (_has_kernels(dtype, w_size) and w_size[-1] <= 3 and max(dilation) == 1)
     return "torch" if sums_in_float32 else "float32"
 
 

@@ -133,6 +133,7 @@ def choose_splits(device: torch.device, columns: int, tiles: int, resident: int)
 def weight_grad_runner(launch: jit.Launcher, splits: int, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
     """Runs the kernel and, where it leaves several partial results, adds them."""
     device, dtype, index = x.device, x.dtype, x.device.index
+    copies = readable(dy) is not dy or readable(x) is not x
     size, strides = tuple(weight_size), tuple(weight_stride)  # exactly tuples: torch.Size is refused by the allocation
     count = 1
     for n in size:
@@ -155,7 +156,8 @@ def weight_grad_runner(launch: jit.Launcher, splits: int, dy: Tensor, x: Tensor,
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return run(dy, x)
-        dy, x = readable(dy), readable(x)
+        if copies:
+            dy, x = readable(dy), readable(x)
         dw = empty_strided(size, strides, dtype)
         if reduce is None:
             launch(x.data_ptr(), dy.data_ptr(), 0, dw.data_ptr())

@@ -5,7 +5,7 @@ The numbers become macros of ``depthwise_conv.cu`` and ``depthwise_weight_grad.c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -156,11 +156,12 @@ def _common_macros(problem: Problem, tile: Tile) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _block_shapes(problem: Problem, rows: int) -> Iterator[tuple[int, int, int]]:
-    """Blocks, groups, images: as wide as the map, then as tall, then over images."""
-    across = min(8, _power_of_two(-(-problem.horizontal.out // (8 * problem.horizontal.u))))
-    down = min(16 // across, _power_of_two(-(-problem.vertical.out // rows)))
-    yield across, down, 16 // (across * down)
+def _block_shapes(problem: Problem, rows: int, narrow: int) -> Iterator[tuple[int, int, int]]:
+    """Blocks, groups, images: as wide as the map (``narrow`` times halved), then as tall, then over images."""
+    across = min(8, _power_of_two(-(-problem.horizontal.out // (8 * problem.horizontal.u)))) >> narrow
+    if across:
+        down = min(16 // across, _power_of_two(-(-problem.vertical.out // rows)))
+        yield across, down, 16 // (across * down)
 
 
 @dataclass(frozen=True)
@@ -226,21 +227,29 @@ def _resident(shared: int, shared_limit: int, warps: int, registers: int) -> int
 @lru_cache(maxsize=4096)
 def conv_tile(problem: Problem, shared_limit: int) -> Tile | None:
     """The tile for a forward convolution or an input gradient; None where none fits the shared memory."""
-    best: tuple[float, Tile] | None = None
-    for tile in _conv_candidates(problem):
-        _, shared = conv_macros(problem, tile)
-        resident = _resident(shared, shared_limit, tile.warps, _conv_registers(problem, tile))
-        if shared <= shared_limit and resident:
-            cost = _conv_cost(problem, tile, resident)
-            if best is None or cost < best[0]:
-                best = cost, replace(tile, per_sm=resident)
-    return best[1] if best else None
+    return _cheapest(problem, shared_limit, _conv_candidates, conv_macros, _conv_registers, _conv_cost)
 
 
-def _conv_candidates(problem: Problem) -> Iterator[Tile]:
+def _cheapest(
+    problem: Problem, shared_limit: int, candidates: Callable, macros: Callable, registers: Callable, cost: Callable
+) -> Tile | None:
+    """The cheapest tile of full width, or of the greatest width that fits."""
+    for narrow in range(4):
+        fitting = []
+        for tile in candidates(problem, narrow):
+            shared = macros(problem, tile)[1]
+            resident = _resident(shared, shared_limit, tile.warps, registers(problem, tile))
+            if shared <= shared_limit and resident:
+                fitting.append((cost(problem, tile, resident), replace(tile, per_sm=resident)))
+        if fitting:
+            return min(fitting, key=lambda pair: pair[0])[1]
+    return None
+
+
+def _conv_candidates(problem: Problem, narrow: int) -> Iterator[Tile]:
     v, h = problem.vertical, problem.horizontal
     for channels, rows, sets in product((32, 16, 8), range(v.u, 16 // h.u + 1, v.u), (1, 2)):
-        for (blocks, groups, images), chunk in product(_block_shapes(problem, rows), _chunks(v)):
+        for (blocks, groups, images), chunk in product(_block_shapes(problem, rows, narrow), _chunks(v)):
             stays = v.k > chunk or problem.sum > 1 or sets > 1
             for warps in {channels * sets} if stays else {8, min(16, channels)}:
                 if warps <= MAX_WARPS:
@@ -281,20 +290,13 @@ def _conv_cost(problem: Problem, tile: Tile, resident: int) -> float:
 @lru_cache(maxsize=4096)
 def weight_grad_tile(problem: Problem, shared_limit: int) -> Tile | None:
     """The tile for a weight gradient; None where none fits the shared memory or the registers."""
-    best: tuple[float, Tile] | None = None
-    for tile in _weight_grad_candidates(problem):
-        _, shared = weight_grad_macros(problem, tile)
-        resident = _resident(shared, shared_limit, tile.warps, _weight_grad_registers(problem, tile))
-        if shared <= shared_limit and resident:
-            cost = _weight_grad_cost(problem, tile, resident)
-            if best is None or cost < best[0]:
-                best = cost, replace(tile, per_sm=resident)
-    return best[1] if best else None
+    registers = _weight_grad_registers
+    return _cheapest(problem, shared_limit, _weight_grad_candidates, weight_grad_macros, registers, _weight_grad_cost)
 
 
-def _weight_grad_candidates(problem: Problem) -> Iterator[Tile]:
+def _weight_grad_candidates(problem: Problem, narrow: int) -> Iterator[Tile]:
     for channels, rows, height in product((16, 8), range(1, 17), range(1, min(problem.vertical.k, 16) + 1)):
-        for (blocks, groups, images), warps in product(_block_shapes(problem, rows), {8, min(16, channels)}):
+        for (blocks, groups, images), warps in product(_block_shapes(problem, rows, narrow), {8, min(16, channels)}):
             yield Tile(channels, blocks, groups, images, rows, 1, height, warps, 1)
 
 

@@ -191,17 +191,25 @@ template <class T, int threads> __device__ __forceinline__ void store_tile(const
         if (x0 + p < at.columns) write8<T::vec>(line + p * y.column, pixels[p], [&](int e) { return c + e < at.channels; });
     }
   } else {
-    constexpr int total = T::channels * T::images * T::rows * T::units;
+    // rows whose alignment allows narrow accesses only: neighbouring threads then write neighbouring elements
+    constexpr int width = T::vec >= 4 ? 8 : T::vec, units = T::columns / width;
+    constexpr int total = T::channels * T::images * T::rows * units;
     for (int u = threadIdx.x; u < total; u += threads) {
-      int i = u % T::units, r = u / T::units, row = r % T::rows;
+      int i = u % units, r = u / units, row = r % T::rows;
       r /= T::rows;
       int n = r % T::images, c = r / T::images;
-      int y0 = at.row + (T::step ? 0 : row), x0 = at.column + 8 * i + row * T::step, channel = at.channel + c;
+      int y0 = at.row + (T::step ? 0 : row), x0 = at.column + width * i + row * T::step, channel = at.channel + c;
       if (y0 >= at.rows || x0 >= at.columns || at.image + n >= at.images || channel >= at.channels) continue;
-      Octet v;
-      v.quad = *reinterpret_cast<const uint4*>(tile + T::plane(c) + n * T::image_pitch + row * T::row_pitch + 8 * i);
+      const u16* from = tile + T::plane(c) + n * T::image_pitch + row * T::row_pitch + width * i;
       u16* line = y.data + (at.image + n) * y.image + channel * y.channel + y0 * y.row + x0;
-      write8<T::vec>(line, v, [&](int e) { return x0 + e < at.columns; });
+      if constexpr (width == 8) {
+        Octet v;
+        v.quad = *reinterpret_cast<const uint4*>(from);
+        write8<T::vec>(line, v, [&](int e) { return x0 + e < at.columns; });
+      } else {
+        using Piece = typename Access<width>::type;
+        *reinterpret_cast<Piece*>(line) = *reinterpret_cast<const Piece*>(from);
+      }
     }
   }
 }
