@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._decomp
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -68,7 +67,7 @@ class Operator:
 
     def __call__(self, *args: Any) -> Tensor:
         if torch.compiler.is_compiling():
-            return self._registered(*args)
+            return self._decomposed(*args) if torch.onnx.is_in_onnx_export() else self._registered(*args)
         tensors = args[: self.tensors]
         if args[-1].__class__ is Recorder:
             return self._record(*autocast(tensors), *args[self.tensors :])
@@ -114,6 +113,10 @@ class Operator:
         floor = floor_ms(cost, x.device, x.dtype)
         return Explanation(self.name, backend.name, reasons, backend.describe(*args), cost.bytes, cost.flops, floor)
 
+    def _decomposed(self, *args: Any) -> Tensor:
+        """In PyTorch's own operators, for ONNX, which knows no others."""
+        return self.backends[-1].plan(*args)(*args[: self.tensors])
+
     def _key(self, args: tuple) -> tuple:
         key = args[self.tensors :]
         for t in args[: self.tensors]:
@@ -151,9 +154,6 @@ class Operator:
             with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
                 return registered(*operands, *args[self.tensors :])
 
-        def decompose(*args: Any) -> Tensor:  # for exporters that know PyTorch's operators only
-            return self.backends[-1].plan(*_tuples(args))(*args[: self.tensors])
-
         qualified = f"{NAMESPACE}::{self.name}"
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(self.name, run, "CompositeExplicitAutograd")
@@ -163,8 +163,6 @@ class Operator:
         torch.library.register_autograd(qualified, backward, setup_context=setup, lib=LIBRARY)
         torch.library.register_vmap(qualified, batch, lib=LIBRARY)
         registered = getattr(getattr(torch.ops, NAMESPACE), self.name).default
-        torch._decomp.register_decomposition(registered)(decompose)
-        torch._decomp.meta_table[registered] = fake  # else fake tensors of symbolic size take the decomposition
         return registered
 
 

@@ -60,7 +60,7 @@ _HANGING_CHANNELS, _HANGING_COLUMNS = 16, 14
 _SLOW_PIXEL_COLUMNS, _SLOWEST_PIXEL_COLUMNS = range(9, 14), range(12, 14)
 _SMALL_MAP = 14  # rows or columns: on smaller maps the detours cost more than they save
 _WORTH_ROTATING = 10_000_000  # products; the same for rotating the filter
-_FEW_TAPS, _FEW_TAPS_STRIDED = 15, 25
+_FEW_TAPS, _VERY_FEW_TAPS = 25, 15  # for which PyTorch's weight gradient is good
 _GRADIENT_CHANNELS = 384  # in one weight gradient convolution: wider rows miss the cache, narrower ones cost more calls
 _GRADIENT_TERMS = 512  # added in sequence: more cost accuracy, fewer cost more calls
 
@@ -191,12 +191,14 @@ def _plan_weight_grad(
         return "torch" if dtype.itemsize > 2 else "float32"
     if w_size[0] != size[1]:
         return "multiplier"
-    channels_last = _suggests_channels_last(size, strides)
-    few = _FEW_TAPS_STRIDED if channels_last and max(stride) > 1 else _FEW_TAPS
-    if math.prod(w_size[2:]) > few or len(stride) == 3 or (max(dilation) > 1 and not channels_last):
+    well_served = _suggests_channels_last(size, strides) or (max(stride) > 1 and min(size[2:]) <= _SMALL_MAP)
+    if math.prod(w_size[2:]) > (_FEW_TAPS if well_served else _VERY_FEW_TAPS):
         return "convolution"
-    sums_in_float32 = dtype is torch.float32 or (_has_kernels(dtype, w_size) and w_size[-1] <= 3 and max(dilation) == 1)
-    return "torch" if sums_in_float32 else "float32"
+    if dtype is torch.float32:
+        return "torch"
+    if w_size[-1] > 3 or max(dilation) > 1:  # past PyTorch's planar kernel, which alone sums halves in float32
+        return "convolution"
+    return "torch" if _has_kernels(dtype, w_size) else "float32"
 
 
 def _has_kernels(dtype: torch.dtype, w_size: Ints) -> bool:

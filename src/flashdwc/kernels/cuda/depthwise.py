@@ -36,16 +36,15 @@ def _prefers_direct(problem: Problem) -> bool:
         return False
     v, h = problem.vertical, problem.horizontal
     strided = max(v.s, h.s, v.u, h.u) > 1
-    outputs = problem.images * problem.channels * v.out * h.out
-    small = outputs <= 1_000_000 or (outputs <= 4_000_000 and h.out > 14)
+    small = problem.outputs <= 1_000_000 or (problem.outputs <= 4_000_000 and h.out > 14)
     return problem.taps <= direct.FEW_TAPS or strided or small or problem.inner.vector < 4
 
 
 def _faster_elsewhere(problem: Problem) -> str | None:
     """Measured on an H200: cuDNN's channels_last input gradient takes the least time to start."""
     v, h = problem.vertical, problem.horizontal
-    outputs = problem.images * problem.channels * v.out * h.out
-    if (v.k, h.k, v.u, h.u) == (3, 3, 1, 1) and outputs <= 700_000 and problem.inner.nhwc and problem.outer.nhwc:
+    nhwc = problem.inner.nhwc and problem.outer.nhwc
+    if (v.k, h.k, v.u, h.u) == (3, 3, 1, 1) and problem.outputs <= 700_000 and nhwc:
         return "PyTorch's kernel starts sooner, and there is little to compute"
     return None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core import jit
 from ...core.backend import Plan
-from .depthwise_problem import Problem, dense_layout, readable
+from .depthwise_problem import MULTIPROCESSORS, Problem, dense_layout, readable
 from .depthwise_tensor_core import TENSOR4, choose_splits, conv_runner, weight_grad_runner
 
 MAX_TAPS, FEW_TAPS = 25, 12
@@ -52,21 +52,19 @@ CONV_STRIPS = ((4, 4, 4), (4, 2, 2), (2, 2, 2))
 MANY_TAPS_CONV_STRIPS = ((2, 4, 4), (2, 2, 4), (2, 2, 2))
 ENOUGH_THREADS = 67_000  # twice the threads of a wave on the largest cards
 ENOUGH_OUTPUTS = 1_000_000  # for the wide strips of weight gradients
-MULTIPROCESSORS = 132  # of the card that this was measured on
 
 
 def conv_strip(problem: Problem) -> Strip:
     choices = CONV_STRIPS if problem.taps <= FEW_TAPS else MANY_TAPS_CONV_STRIPS
-    outputs = _outputs(problem)
     widest = min(problem.inner.vector, problem.outer.vector)
     fitting = [s for s in choices if s[0] <= widest] or [(1, 4, 4), (1, 2, 4)]
-    strip = next((s for s in fitting if outputs >= ENOUGH_THREADS * s[0] * s[1] * s[2]), fitting[-1])
+    strip = next((s for s in fitting if problem.outputs >= ENOUGH_THREADS * s[0] * s[1] * s[2]), fitting[-1])
     return _share(problem, Strip(*strip, lanes=1, threads=128), range(1, 65))
 
 
 def weight_grad_strip(problem: Problem) -> Strip:
     vector, rows, columns = (4, 2, 4) if problem.taps <= FEW_TAPS else (2, 4, 4)
-    if _outputs(problem) < ENOUGH_OUTPUTS and problem.taps <= FEW_TAPS:
+    if problem.outputs < ENOUGH_OUTPUTS and problem.taps <= FEW_TAPS:
         vector = 2
     vector = min(vector, problem.inner.vector, problem.outer.vector)
     strip = Strip(vector, rows, columns, lanes=1, threads=256)
@@ -77,10 +75,6 @@ def weight_grad_strip(problem: Problem) -> Strip:
     if share > 0 and threads <= 512 and small.lanes <= 32:
         return replace(small, threads=min(256, max(32, -(-threads // 32) * 32)))
     return _share(problem, strip, (1, 2, 4, 8, 16, 32))
-
-
-def _outputs(problem: Problem) -> int:
-    return problem.images * problem.channels * problem.vertical.out * problem.horizontal.out
 
 
 def _share(problem: Problem, strip: Strip, choices: Iterable[int]) -> Strip:
@@ -111,11 +105,9 @@ def _macros(problem: Problem, strip: Strip, dtype: torch.dtype) -> dict[str, int
 
 def conv_macros(problem: Problem, strip: Strip, dtype: torch.dtype, rotate: bool) -> dict[str, int]:
     v, h = problem.vertical, problem.horizontal
-    staged = (strip.rows, strip.columns) != CONV_STRIPS[-1][
-        1:
-    ]  # the smallest strips are for problems of one strip a thread
+    one_strip_a_thread = (strip.rows, strip.columns) == CONV_STRIPS[-1][1:]
     upsampling = {"UH": v.u, "UW": h.u, "PHASE_H": v.phase, "PHASE_W": h.phase, "FIRST_H": v.first, "FIRST_W": h.first}
-    return {**_macros(problem, strip, dtype), **upsampling, "ROTATE": rotate, "STAGED": staged}
+    return {**_macros(problem, strip, dtype), **upsampling, "ROTATE": rotate, "STAGED": not one_strip_a_thread}
 
 
 def weight_grad_macros(problem: Problem, strip: Strip, dtype: torch.dtype) -> dict[str, int]:

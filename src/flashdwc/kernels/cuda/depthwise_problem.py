@@ -41,6 +41,9 @@ class Axis:
         return Axis(self.out, self.size, self.k, 1, self.d, (self.k - 1) * self.d - self.p, self.s)
 
 
+MULTIPROCESSORS = 132  # of the card that the rules and cost models were fitted on
+
+
 class Layout(NamedTuple):
     nhwc: bool  # channels are neighbours in memory, else columns are
     vector: int  # elements of the widest aligned access
@@ -75,8 +78,12 @@ class Problem:
         return replace(self, vertical=replace(v, size=rows, out=rows), horizontal=replace(h, out=width), linear=True)
 
     @property
+    def outputs(self) -> int:
+        return self.images * self.channels * self.vertical.out * self.horizontal.out
+
+    @property
     def empty(self) -> bool:
-        return self.images * self.vertical.out * self.horizontal.out == 0
+        return self.outputs == 0
 
 
 def layout(size: Sequence[int], strides: Sequence[int], address: int = 0) -> Layout | None:

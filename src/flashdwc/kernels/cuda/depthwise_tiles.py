@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import product
 from math import ceil
 
-from .depthwise_problem import Axis, Problem
+from .depthwise_problem import MULTIPROCESSORS, Axis, Problem
 
 MAX_WARPS = 16
 
@@ -179,7 +179,7 @@ class CostModel:
     block: float  # starting a block, in elements read
     rounding: float  # of the number of waves of blocks upwards
     sharing: float  # a block's time on a multiprocessor of its own, beyond its share among residents
-    multiprocessors: int = 132
+    multiprocessors: int = MULTIPROCESSORS
 
     def __call__(
         self,
@@ -248,25 +248,26 @@ def _cheapest(
 
 def _conv_candidates(problem: Problem, narrow: int) -> Iterator[Tile]:
     v, h = problem.vertical, problem.horizontal
+    chunk = _chunk(v)
     for channels, rows, sets in product((32, 16, 8), range(v.u, 16 // h.u + 1, v.u), (1, 2)):
-        for (blocks, groups, images), chunk in product(_block_shapes(problem, rows, narrow), _chunks(v)):
+        for blocks, groups, images in _block_shapes(problem, rows, narrow):
             stays = v.k > chunk or problem.sum > 1 or sets > 1
             for warps in {channels * sets} if stays else {8, min(16, channels)}:
                 if warps <= MAX_WARPS:
                     yield Tile(channels, blocks, groups, images, rows, sets, chunk, warps, 1)
 
 
-def _chunks(v: Axis) -> set[int]:
-    """Filter rows to hold at once: all of a small filter, else 8 to 16, without a remainder where possible."""
+def _chunk(v: Axis) -> int:
+    """Filter rows to hold at once: all of a small filter, else some ten, as the code is unrolled over them: the compiler's
+    time grows with their number, the fetching of operands with that of the chunks."""
     if v.k <= 16:
-        return {_round_up(v.k, v.u)}
-    even = [n for n in range(16, 7, -1) if v.k % n == 0 and n % v.u == 0]
-    return {even[0] if even else 16 // v.u * v.u}
+        return _round_up(v.k, v.u)
+    return _round_up(-(-v.k // -(-v.k // 10)), v.u)
 
 
 def _conv_registers(problem: Problem, tile: Tile) -> int:
     u, looped = problem.horizontal.u, problem.vertical.k > tile.chunk
-    addressing = 56 if looped else 30 if tile.chunk <= 12 else 34
+    addressing = 66 if looped else 30 if tile.chunk <= 12 else 34
     addressing += (0 if problem.inner.nhwc else 24) + (24 if u > 2 else 0)
     return max(80 if u <= 2 else 104, u * (4 * tile.rows + 2 * min(tile.rows, tile.chunk)) + addressing)
 
