@@ -170,11 +170,11 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
         "demo",
         help="see what it does: photographs, training, one page with the outcome",
         description="Runs two networks on photographs before and after flashdwc.convert, trains a third on handwritten "
-        "digits both ways, and writes report.html. Takes less than three minutes on two CPU cores.",
+        "digits both ways, and writes report.html. Takes a few minutes on a CPU; --quick takes less.",
     )
     command.add_argument("--out", default="flashdwc-demo", metavar="DIR", help="where to write (default %(default)s)")
     command.add_argument("--image", metavar="FILE", help="your own picture in place of the two photographs")
-    command.add_argument("--quick", action="store_true", help="smaller networks and pictures, about half a minute")
+    command.add_argument("--quick", action="store_true", help="smaller networks and pictures, fewer timings")
     _add_device(command)
     command.set_defaults(run=_demo)
 
@@ -219,11 +219,18 @@ def _add_warmup(commands: argparse._SubParsersAction) -> None:
 
 def _add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--input", type=_sizes, metavar="CxHxW,..", help="input sizes without the batch (default: the model's own)"
+        "--input", type=_sizes, metavar="CxHxW,..", help="input sizes of a model, without batch (default: its own)"
     )
-    command.add_argument("--batch", type=_numbers, metavar="N,..", help="batch sizes (default 1)")
-    command.add_argument("--dtype", type=_words, metavar="NAME,..", help="fp32, fp16, bf16 or fp64 (default fp32)")
-    command.add_argument("--layout", default="contiguous", choices=("contiguous", "channels_last"))
+    command.add_argument("--batch", type=_numbers, metavar="N,..", help="batch sizes of a model's input (default 1)")
+    command.add_argument(
+        "--dtype", type=_words, metavar="NAME,..", help="of a model: fp32, fp16, bf16 or fp64 (default fp32)"
+    )
+    command.add_argument(
+        "--layout",
+        default="contiguous",
+        choices=("contiguous", "channels_last"),
+        help="memory format of a model and its input (default %(default)s)",
+    )
     _add_device(command)
 
 

@@ -65,7 +65,7 @@ def _cache() -> Iterator[tuple[str, str]]:
     folder = config.cache_dir
     yield "kernel cache", f"{folder}, {_writable(folder)}"
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
-    yield "cached", f"{len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB"
+    yield "cached", f"{len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.2f} MB"
     yield "FLASHDWC_IMPL", config.impl
 
 

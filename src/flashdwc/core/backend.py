@@ -69,7 +69,8 @@ class Explanation:
 class Recorder:
     """Passed as ``impl`` to a public function, it collects the explanation instead of running the operator."""
 
-    def __init__(self) -> None:
+    def __init__(self, impl: str) -> None:
+        self.impl = impl
         self.explanations: list[Explanation] = []
 
 
@@ -81,7 +82,7 @@ def check_impl(impl: str) -> str:
 
 def choose(operator: str, backends: Sequence[Backend], args: tuple, impl: str) -> Backend:
     """The backend that runs ``args``. An explicit ``impl`` never falls back."""
-    impl = check_impl(impl)
+    impl = "auto" if impl == "auto" and args[0].device.type == "meta" else check_impl(impl)  # where nothing runs
     if impl == "auto":
         covered = [b for b in backends if b.why_not(*args) is None]
         return next((b for b in covered if b.prefer_not(*args) is None), covered[-1])
@@ -98,7 +99,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     ``function`` is a public function of :mod:`flashdwc.ops`; tensors may live on any device, ``meta`` included.
     """
-    recorder = Recorder()
+    if not getattr(function, "__module__", "").startswith("flashdwc.ops"):
+        raise TypeError(
+            f"function: expected a function of flashdwc.ops, got {function!r} (a layer has .explain(input))"
+        )
+    recorder = Recorder(kwargs.pop("impl", "auto"))
     function(*args, **kwargs, impl=recorder)
     return recorder.explanations[0]
 

@@ -107,7 +107,7 @@ class Operator:
     def explain(self, *args: Any) -> Explanation:
         self.check(*args)
         *operands, impl = args
-        backend = choose(self.name, self.backends, args, "auto" if isinstance(impl, Recorder) else impl)
+        backend = choose(self.name, self.backends, args, impl.impl if isinstance(impl, Recorder) else impl)
         cost, x = self.cost(*args), operands[0]
         reasons = [(b.name, b.why_not(*args) or b.prefer_not(*args)) for b in self.backends]
         floor = floor_ms(cost, x.device, x.dtype)

@@ -1,4 +1,4 @@
-"""``flashdwc demo``: what the package does, on real input, in under three minutes on two CPU cores.
+"""``flashdwc demo``: what the package does, on real input, in a few minutes on a CPU.
 
 Two networks see photographs before and after ``flashdwc.convert``; a third is trained on handwritten digits with
 PyTorch's layers and with flashdwc's. The outcome is one HTML page and a short table.

@@ -25,6 +25,7 @@ class _Depthwise:
 
     weight: Tensor
     bias: Tensor | None
+    in_channels: int
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
     padding: str | tuple[int, ...]
@@ -68,6 +69,11 @@ class _Depthwise:
     # `forward` stays PyTorch's: it calls `_conv_forward(input, self.weight, self.bias)`, and so do the wrappers that
     # compute their own weight (weight standardisation, LoRA).
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        spatial = len(self.kernel_size)
+        if input.dim() > spatial and input.shape[-1 - spatial] != self.in_channels:
+            # the operator would take the quotient for a channel multiplier
+            expected = f"{self.in_channels} channels"
+            raise ValueError(f"input: expected {expected}, got {input.shape[-1 - spatial]} in {tuple(input.shape)}")
         return self._operator(
             input, weight, bias, self.stride, self._padding(input), self.dilation, padding_mode=self.padding_mode
         )

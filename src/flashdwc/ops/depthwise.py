@@ -26,12 +26,19 @@ __all__ = [
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, torch.SymInt)) or (hasattr(value, "__index__") and not isinstance(value, Tensor))
+
+
 def _numbers(name: str, value: int | Sequence[int], n: int) -> tuple[int, ...]:
-    if isinstance(value, (int, torch.SymInt)):
-        return (value,) * n
+    if _is_number(value) and not isinstance(value, bool):
+        return (value,) * n  # type: ignore[return-value]
+    expected = f"{name}: expected an int or {n} of them, got {value!r}"
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(expected)
     values = tuple(value)
-    if len(values) not in (1, n) or not all(isinstance(v, (int, torch.SymInt)) for v in values):
-        raise ValueError(f"{name}: expected an int or {n} of them, got {value!r}")
+    if len(values) not in (1, n) or not all(map(_is_number, values)):
+        raise ValueError(expected)
     return values * n if len(values) == 1 else values
 
 
@@ -49,7 +56,7 @@ def _resolve_padding(
             raise ValueError(f"padding: expected stride 1 with 'same', got stride {tuple(stride)}")
         totals = [d * (k - 1) for d, k in zip(dilation, kernel)]
         return tuple(p for total in totals for p in (total // 2, total - total // 2))
-    if n == 2 and not isinstance(padding, int) and len(padding) == 4:
+    if n == 2 and isinstance(padding, (tuple, list)) and len(padding) == 4:
         left, right, top, bottom = padding
         return top, bottom, left, right
     return tuple(p for low in _numbers("padding", padding, n) for p in (low, low))
@@ -271,5 +278,5 @@ def depthwise_conv_transpose2d(
     if inside != list(extra):
         y = F.pad(y, [0, extra[1] - inside[1], 0, extra[0] - inside[0]])
     if bias is not None:
-        y = y + bias.view(-1, 1, 1)
+        y = y + bias.to(y.device).view(-1, 1, 1)  # explaining, y is on meta
     return y.squeeze(0) if unbatched else y

@@ -26,7 +26,7 @@ Input gradient
   else                                PyTorch's transposed convolution, which has a planar kernel for any padding
 
 Weight gradient, summed in float32 at least
-  few taps                            PyTorch's own kernel
+  2-D, few taps                       PyTorch's own kernel
   else                                a convolution of x by dy, a filter as large as the map, in the pixel kernel:
                                       tap (i, j) is output pixel (i, j), dilation the stride; a stride spreads dy by
                                       zeros. The kernel sums in sequence: blocks of rows of dy keep that accurate.
@@ -192,7 +192,7 @@ def _plan_weight_grad(
     if w_size[0] != size[1]:
         return "multiplier"
     well_served = _suggests_channels_last(size, strides) or (max(stride) > 1 and min(size[2:]) <= _SMALL_MAP)
-    if math.prod(w_size[2:]) > (_FEW_TAPS if well_served else _VERY_FEW_TAPS):
+    if len(stride) == 3 or math.prod(w_size[2:]) > (_FEW_TAPS if well_served else _VERY_FEW_TAPS):
         return "convolution"
     if dtype is torch.float32:
         return "torch"
