@@ -245,6 +245,11 @@ def test_export(name, index, device):
 def test_autocast(name, index, registered, device):
     operator, args = sample(name, index, device, torch.float32)
     call = operator._registered if registered else operator
+    if not operator.casts:  # gradients keep their type, as PyTorch's do
+        expected = operator(*args)
+        with torch.autocast(device.type, torch.bfloat16):
+            assert same_bits([call(*args)], [expected])
+        return
     expected = operator(*on_tensors(lambda t: t.bfloat16(), operator, args))
     with torch.autocast(device.type, torch.bfloat16):
         assert same_bits([call(*args)], [expected])

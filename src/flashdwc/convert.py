@@ -160,11 +160,17 @@ def _depthwise_call(
 ) -> tuple[Any, ...] | None:
     """The operator's arguments if the convolution is depthwise, else None."""
     rank = weight.dim() - 2
+    if any(t is not None and not _is_plain(t) for t in (input, weight, bias)):
+        return None
     if groups == 1 or rank < 1 or input.dim() <= rank or input.dtype not in DTYPES:
         return None
     if weight.shape[1] != 1 or input.shape[-rank - 1] != groups:
         return None
     return input, weight, bias, stride, padding, dilation
+
+
+def _is_plain(t: Tensor) -> bool:
+    return t.layout is torch.strided and not is_traceable_wrapper_subclass(t)
 
 
 def _check_module(model: nn.Module) -> None:

@@ -55,22 +55,26 @@ class Operator:
         vmap: Callable[..., tuple[Tensor, int]],
         cost: Callable[..., Cost],
         samples: Callable[..., Any],
+        casts: bool = False,  # to the autocast type, where autocast is on
         gradients: Callable[..., Sequence[tuple[Operator, tuple]]] = lambda *args: (),
     ) -> None:
         self.name = schema[: schema.index("(")]
         self.tensors = tensors
         self.reference, self.backends, self.check, self.fake = reference, tuple(backends), check, fake
-        self.cost, self.samples, self.gradients = cost, samples, gradients
+        self.cost, self.samples, self.gradients, self.casts = cost, samples, gradients, casts
         self._plans: dict[tuple, Plan] = {}
         self._function, self._transformable = _autograd_functions(self, setup_context, backward, jvp, vmap)
         self._registered = self._register(schema, setup_context, backward, vmap)
 
     def __call__(self, *args: Any) -> Tensor:
         if torch.compiler.is_compiling():
-            return self._decomposed(*args) if torch.onnx.is_in_onnx_export() else self._registered(*args)
+            return self._compiled(*args)
         tensors = args[: self.tensors]
         if args[-1].__class__ is Recorder:
-            return self._record(*autocast(tensors), *args[self.tensors :])
+            return self._record(*self._cast(tensors), *args[self.tensors :])
+        if forward_ad._current_level >= 0 or _transforms_active():
+            # before all else, as the registered operator has no tangents
+            return self._past_autocast(self._transformable.apply, args)
         differentiable = False
         for t in tensors:
             if t is not None:
@@ -80,18 +84,28 @@ class Operator:
                     differentiable = True
         if _dispatch_modes() or _tracing_state() is not None:
             return self._registered(*args)
-        if _any_autocast():
-            operands = autocast(tensors)
-            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):  # the backends choose their own types
-                return self._eager(differentiable, (*operands, *args[self.tensors :]))
-        return self._eager(differentiable, args)
+        function = self._function if differentiable and _grad_enabled() else self.run
+        return self._past_autocast(function, args) if _any_autocast() else function(*args)
 
-    def _eager(self, differentiable: bool, args: tuple) -> Tensor:
-        if forward_ad._current_level >= 0 or _transforms_active():
-            return self._transformable.apply(*args)
-        if differentiable and _grad_enabled():
-            return self._function(*args)
-        return self.run(*args)
+    def _compiled(self, *args: Any) -> Tensor:
+        # ONNX knows PyTorch's own operators only, and they alone carry tangents through a compiled graph
+        if torch.onnx.is_in_onnx_export() or forward_ad._current_level >= 0:
+            return self._decomposed(*args)
+        return self._registered(*args)
+
+    def _cast(self, tensors: tuple) -> tuple:
+        """As autocast wants it; PyTorch casts for a convolution, not for its gradients."""
+        return autocast(tensors) if self.casts and _any_autocast() else tensors
+
+    def _past_autocast(self, function: Callable[..., Tensor], args: tuple) -> Tensor:
+        operands = self._cast(args[: self.tensors])
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):  # the backends choose their own types
+            return function(*operands, *args[self.tensors :])
+
+    def run_or_dispatch(self, *args: Any) -> Tensor:
+        """For what a transform has unwrapped: plain data, or what only the dispatcher knows how to handle."""
+        special = any(t is not None and (t.__class__ not in _PLAIN_TYPES or t.is_neg()) for t in args[: self.tensors])
+        return self._registered(*args) if special or _dispatch_modes() else self.run(*args)
 
     def run(self, *args: Any) -> Tensor:
         """Runs the plan for these arguments' metadata; makes it first where there is none."""
@@ -102,7 +116,8 @@ class Operator:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             self._plans[key] = plan
-        return plan(*args[: self.tensors])
+        y = plan(*args[: self.tensors])
+        return y.detach() if y._is_view() else y  # autograd forbids in-place changes of a custom function's view
 
     def explain(self, *args: Any) -> Explanation:
         self.check(*args)
@@ -137,7 +152,9 @@ class Operator:
 
     def _register(self, schema: str, setup_context: Callable, backward: Callable, vmap: Callable) -> Any:
         def run(*args: Any) -> Tensor:
-            return self.run(*_tuples(args))
+            traced = any(t is not None and t.__class__ not in _PLAIN_TYPES for t in args[: self.tensors])
+            # a compiled torch.func transform traces through to here
+            return self._decomposed(*_tuples(args)) if traced else self.run(*_tuples(args))
 
         def setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
             setup_context(ctx, _tuples(inputs), output)
@@ -150,7 +167,7 @@ class Operator:
             return self.fake(*args)
 
         def cast_and_redispatch(*args: Any) -> Tensor:
-            operands = autocast(args[: self.tensors])
+            operands = self._cast(args[: self.tensors])
             with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
                 return registered(*operands, *args[self.tensors :])
 
@@ -188,7 +205,7 @@ def _autograd_functions(operator: Operator, setup: Callable, grad: Callable, tan
     class Transformable(torch.autograd.Function):
         @staticmethod
         def forward(*args: Any) -> Tensor:
-            return operator.run(*args)
+            return operator.run_or_dispatch(*args)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -208,10 +225,10 @@ def _autograd_functions(operator: Operator, setup: Callable, grad: Callable, tan
         def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Tensor, int]:  # type: ignore[override]
             return batch(info, in_dims, *args)
 
-    for function in (Plain, Transformable):
-        function.__name__ = function.__qualname__ = operator.name
+    # PyTorch names the backward node after the class when it is made
+    plain, transformable = (type(operator.name, (function,), {}) for function in (Plain, Transformable))
     # past Function.apply, which prepares for the transforms that have been ruled out
-    return super(torch.autograd.Function, Plain).apply, Transformable
+    return super(torch.autograd.Function, plain).apply, transformable  # type: ignore[misc]
 
 
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(

@@ -70,7 +70,7 @@ class _Depthwise:
     # compute their own weight (weight standardisation, LoRA).
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         spatial = len(self.kernel_size)
-        if input.dim() > spatial and input.shape[-1 - spatial] != self.in_channels:
+        if isinstance(input, Tensor) and input.dim() > spatial and input.shape[-1 - spatial] != self.in_channels:
             # the operator would take the quotient for a channel multiplier
             expected = f"{self.in_channels} channels"
             raise ValueError(f"input: expected {expected}, got {input.shape[-1 - spatial]} in {tuple(input.shape)}")

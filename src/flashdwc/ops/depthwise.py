@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
 
+from ..core.op import autocast
 from .depthwise_operators import forward, input_grad, weight_grad
 
 __all__ = [
@@ -27,11 +30,13 @@ PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
 def _is_number(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
     return isinstance(value, (int, torch.SymInt)) or (hasattr(value, "__index__") and not isinstance(value, Tensor))
 
 
 def _numbers(name: str, value: int | Sequence[int], n: int) -> tuple[int, ...]:
-    if _is_number(value) and not isinstance(value, bool):
+    if _is_number(value):
         return (value,) * n  # type: ignore[return-value]
     expected = f"{name}: expected an int or {n} of them, got {value!r}"
     if not isinstance(value, (tuple, list)):
@@ -103,6 +108,11 @@ def _check_ranks(n: int, input: Any, weight: Any, bias: Any) -> None:
 def _convolve(
     n: int, input: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, mode, precision, impl
 ):
+    if not isinstance(input, Tensor) and has_torch_function((input,)):  # a proxy of torch.fx
+        function = {1: depthwise_conv1d, 2: depthwise_conv2d, 3: depthwise_conv3d}[n]
+        options = {"padding_mode": mode, "precision": precision, "impl": impl}
+        operands = (input, weight, bias, stride, padding, dilation)
+        return handle_torch_function(function, (input,), *operands, **options)
     _check_ranks(n, input, weight, bias)
     unbatched = input.dim() == n + 1
     if unbatched:
@@ -125,8 +135,15 @@ def _convolve(
         stride, padding, dilation = (1, *stride), (0, 0, *padding), (1, *dilation)
     y = forward(input, weight, bias, stride, padding, dilation, precision or "auto", impl)
     if n == 1:
-        y = y.squeeze(2)
-    return y.squeeze(0) if unbatched else y
+        y = _without_dimension(y, 2)
+    return _without_dimension(y, 0) if unbatched else y
+
+
+def _without_dimension(y: Tensor, dim: int) -> Tensor:
+    """``squeeze``, but no view made under no_grad, as those may not be changed in place."""
+    y = y.squeeze(dim)
+    plain = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and forward_ad._current_level < 0
+    return y.detach() if plain and not torch._C._are_functorch_transforms_active() else y
 
 
 def depthwise_conv2d(
@@ -207,7 +224,7 @@ def depthwise_conv1d(
         precision,
         impl,
     )
-    return y.squeeze(-2)
+    return _without_dimension(y, -2)
 
 
 def depthwise_conv3d(
@@ -241,6 +258,7 @@ def depthwise_conv_transpose2d(
     """``F.conv_transpose2d(input, weight, bias, stride, padding, output_padding, C, dilation)``: the adjoint of
     :func:`depthwise_conv2d` in its input. Arguments, dtypes and errors as there."""
     _check_ranks(2, input, weight, bias)
+    input, weight, bias = autocast((input, weight, bias))  # type: ignore[assignment]
     unbatched = input.dim() == 3
     x = input.unsqueeze(0) if unbatched else input
     channels, multiplier, *kernel = weight.shape
@@ -279,4 +297,4 @@ def depthwise_conv_transpose2d(
         y = F.pad(y, [0, extra[1] - inside[1], 0, extra[0] - inside[0]])
     if bias is not None:
         y = y + bias.to(y.device).view(-1, 1, 1)  # explaining, y is on meta
-    return y.squeeze(0) if unbatched else y
+    return _without_dimension(y, 0) if unbatched else y

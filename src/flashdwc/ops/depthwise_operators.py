@@ -219,21 +219,29 @@ def _into(t: Tensor | None, batch_dim: int | None, batch: int, dim: int) -> Tens
     return t.flatten(dim, dim + 1)
 
 
+def _per_sample(size: Sequence[int], batch_dim: int | None, dim: int) -> int:
+    """Size of dimension ``dim`` of one of the vmapped tensors."""
+    return [n for i, n in enumerate(size) if i != batch_dim][dim]
+
+
 def _vmap_forward(info: Any, in_dims: tuple, x, w, b, *geometry: Any) -> tuple[Tensor, int]:
     n, (dx, dw, db) = info.batch_size, in_dims[:3]
     if dw is None and db is None:
-        return forward(_into(x, dx, n, 0), w, b, *geometry).unflatten(0, (n, -1)), 0
+        images = _per_sample(x.shape, dx, 0)
+        return forward(_into(x, dx, n, 0), w, b, *geometry).unflatten(0, (n, images)), 0
     y = forward(_into(x, dx, n, 1), _into(w, dw, n, 0), _into(b, db, n, 0), *geometry)
-    return y.unflatten(1, (n, -1)), 1
+    return y.unflatten(1, (n, _per_sample(w.shape, dw, 0))), 1
 
 
 def _vmap_input_grad(info: Any, in_dims: tuple, dy, w, input_size, *geometry: Any) -> tuple[Tensor, int]:
     n, (ddy, dw) = info.batch_size, in_dims[:2]
     images, channels, *spatial = input_size
     if dw is None:
-        return input_grad(_into(dy, ddy, n, 0), w, (n * images, channels, *spatial), *geometry).unflatten(0, (n, -1)), 0
+        return input_grad(_into(dy, ddy, n, 0), w, (n * images, channels, *spatial), *geometry).unflatten(
+            0, (n, images)
+        ), 0
     dx = input_grad(_into(dy, ddy, n, 1), _into(w, dw, n, 0), (images, n * channels, *spatial), *geometry)
-    return dx.unflatten(1, (n, -1)), 1
+    return dx.unflatten(1, (n, channels)), 1
 
 
 def _vmap_weight_grad(
@@ -243,7 +251,7 @@ def _vmap_weight_grad(
     size = (n * weight_size[0], *weight_size[1:])
     strides = torch.empty(size, device="meta").stride()
     dw = weight_grad(_into(dy, ddy, n, 1), _into(x, dx, n, 1), size, strides, *geometry)
-    return dw.unflatten(0, (n, -1)), 0
+    return dw.unflatten(0, (n, weight_size[0])), 0
 
 
 # --- the CPU backend ---------------------------------------------------------------------------------------------------
@@ -352,6 +360,7 @@ forward: Operator = Operator(
     vmap=_vmap_forward,
     cost=_cost_forward,
     samples=_samples_forward,
+    casts=True,
     gradients=_gradients_of_forward,
 )
 

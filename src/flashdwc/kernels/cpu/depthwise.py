@@ -127,7 +127,8 @@ def _plan_forward(
         return "empty"
     if not symmetric(padding):
         return "crop"
-    if dtype is torch.float64 or not _REGISTER_BLOCK:
+    one_tap_on_padding = math.prod(kernel) == 1 and max(padding) > 0  # goes to a matrix product
+    if dtype is torch.float64 or not _REGISTER_BLOCK or one_tap_on_padding:
         return "guarded"
     if not _has_kernels(dtype, w_size):
         return "float32"
@@ -198,7 +199,8 @@ def _plan_weight_grad(
         return "torch"
     if w_size[-1] > 3 or max(dilation) > 1:  # past PyTorch's planar kernel, which alone sums halves in float32
         return "convolution"
-    return "torch" if _has_kernels(dtype, w_size) else "float32"
+    # oneDNN's strided bfloat16 kernel reads past narrow maps
+    return "torch" if _has_kernels(dtype, w_size) and max(stride) == 1 else "float32"
 
 
 def _has_kernels(dtype: torch.dtype, w_size: Ints) -> bool:

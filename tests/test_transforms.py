@@ -1,0 +1,113 @@
+"""Transforms, modes and in-place changes around the operators: each test is a fault that once was there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+import flashdwc
+from flashdwc import depthwise_conv1d, depthwise_conv2d, depthwise_conv_transpose2d
+
+X, W = torch.randn(1, 3, 6, 6), torch.randn(3, 1, 3, 3)
+
+
+def ours(w: torch.Tensor) -> torch.Tensor:
+    return depthwise_conv2d(X, w)
+
+
+def test_tangents_survive_linearize_and_modes():
+    expected = F.conv2d(X, W, groups=3)
+    torch.testing.assert_close(torch.func.linearize(ours, W)[1](W), expected)
+    with FlopCounterMode(display=False):
+        torch.testing.assert_close(torch.func.jvp(ours, (W,), (W,))[1], expected)
+    negated = torch._neg_view(X)
+    tangent = torch.func.jvp(lambda w: depthwise_conv2d(negated, w), (W,), (W,))[1]
+    torch.testing.assert_close(tangent, -expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_tangents_survive_compilation(backend):
+    torch.compiler.reset()
+    compiled = torch.compile(lambda w: torch.func.jvp(ours, (w,), (w,))[1], backend=backend)
+    torch.testing.assert_close(compiled(W), F.conv2d(X, W, groups=3))
+
+
+def test_gradients_under_modes():
+    def loss(w: torch.Tensor) -> torch.Tensor:
+        return ours(w).sum()
+
+    expected = torch.func.grad(loss)(W)
+    with FlopCounterMode(display=False):
+        torch.testing.assert_close(torch.func.grad(loss)(W), expected)
+    torch.testing.assert_close(make_fx(torch.func.grad(loss))(W)(W), expected)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(8, 8, 4, padding="same", groups=8),
+        nn.Conv2d(8, 8, 31, padding=15, groups=8),
+        nn.Conv2d(8, 8, 3, padding=8, dilation=8, groups=8),
+        nn.Conv2d(1, 1, 3, padding=1),
+    ],
+    ids=["even same", "wide", "dilated", "one channel"],
+)
+def test_the_result_may_be_changed_in_place(layer):
+    model = nn.Sequential(layer, nn.ReLU(inplace=True))
+    flashdwc.convert(model)
+    x = torch.randn(1, layer.in_channels, 16, 16, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_line_made_without_gradients_may_be_changed_in_place():
+    scale = torch.ones(1, requires_grad=True)
+    with torch.no_grad():
+        y = depthwise_conv1d(torch.randn(1, 8, 16), torch.randn(8, 1, 3))
+    y.mul_(scale).sum().backward()
+    assert scale.grad is not None
+
+
+def test_autocast_around_a_backward_pass_leaves_float32_gradients_alone():
+    x, w = torch.randn(2, 8, 16, 16), torch.randn(8, 1, 3, 3, requires_grad=True)
+    y = depthwise_conv2d(x, w)
+    with torch.autocast("cpu", torch.bfloat16):
+        (inside,) = torch.autograd.grad(y.square().sum(), w, retain_graph=True)
+    (outside,) = torch.autograd.grad(y.square().sum(), w)
+    assert torch.equal(inside, outside)
+
+
+def test_autocast_of_the_transposed_convolution():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert depthwise_conv_transpose2d(X, W).dtype == torch.bfloat16
+
+
+def test_vmap_over_an_empty_batch():
+    mapped = torch.func.vmap(lambda x: depthwise_conv2d(x, W))
+    assert mapped(torch.randn(0, 1, 3, 6, 6)).shape == (0, 1, 3, 4, 4)
+
+
+def test_a_refused_bool_spoils_no_later_call():
+    with pytest.raises(ValueError, match="stride"):
+        depthwise_conv2d(X, W, stride=(True, True))
+    assert depthwise_conv2d(X, W, stride=(1, 1)).shape == (1, 3, 4, 4)
+
+
+def test_a_single_infinite_tap_on_the_padding_takes_no_part():
+    y = depthwise_conv2d(torch.ones(2, 8, 6, 7), torch.full((8, 1, 1, 1), torch.inf), padding=1)
+    assert (y[:, :, 0] == 0).all()
+    assert (y[:, :, 1:-1, 1:-1] == torch.inf).all()
+
+
+def test_fx_traces_a_converted_model():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3, groups=3), nn.ReLU())
+    flashdwc.convert(model)
+    assert torch.equal(torch.fx.symbolic_trace(model)(X), model(X))
+
+
+def test_the_backward_node_bears_the_operator_s_name():
+    assert "depthwise_conv" in ours(W.clone().requires_grad_()).grad_fn.name()
