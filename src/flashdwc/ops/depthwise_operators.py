@@ -257,21 +257,30 @@ def _vmap_weight_grad(
 # --- the CPU backend ---------------------------------------------------------------------------------------------------
 
 
-def _on_cpu(run: Callable[..., Tensor], tensors: int) -> Backend:
+def _on_cpu(plan: Callable[..., Plan]) -> Backend:
     def why_not(x: Tensor, *_: Any) -> str | None:
         return None if x.device.type == "cpu" else f"the tensors are on {x.device}"
 
-    def plan(*args: Any) -> Plan:
-        constants = args[tensors:-2]  # all but precision and impl
-        return lambda *operands: run(*operands, *constants)
-
-    return Backend(
-        "cpu", why_not, plan, describe=lambda *_: "PyTorch operators in the formulation that is fast for the shape"
-    )
+    formulation = "PyTorch operators in the formulation that is fast for the shape"
+    return Backend("cpu", why_not, plan, describe=lambda *_: formulation)
 
 
-def _cpu_weight_grad(dy: Tensor, x: Tensor, weight_size, weight_stride, *geometry: Any) -> Tensor:
-    return cpu.weight_grad(dy, x, weight_size, *geometry).as_strided(weight_size, weight_stride)
+def _plan_forward_on_cpu(x, w, b, stride, padding, dilation, *_: Any) -> Plan:
+    return cpu.prepare_forward(x, w, stride, padding, dilation)
+
+
+def _plan_input_grad_on_cpu(dy, w, input_size, stride, padding, dilation, *_: Any) -> Plan:
+    return lambda dy, w: cpu.input_grad(dy, w, input_size, stride, padding, dilation)
+
+
+def _plan_weight_grad_on_cpu(dy, x, weight_size, weight_stride, stride, padding, dilation, *_: Any) -> Plan:
+    strides = tuple(weight_stride)
+
+    def run(dy: Tensor, x: Tensor) -> Tensor:
+        dw = cpu.weight_grad(dy, x, weight_size, stride, padding, dilation)
+        return dw if dw.stride() == strides else dw.as_strided(weight_size, strides)
+
+    return run
 
 
 # --- declarations ------------------------------------------------------------------------------------------------------
@@ -351,7 +360,7 @@ forward: Operator = Operator(
     f"depthwise_conv(Tensor x, Tensor w, Tensor? b, {_GEOMETRY}) -> Tensor",
     tensors=3,
     reference=reference.depthwise_conv,
-    backends=(cuda.forward, _on_cpu(cpu.forward, 3), native.forward),
+    backends=(cuda.forward, _on_cpu(_plan_forward_on_cpu), native.forward),
     check=_check_forward,
     fake=_fake_forward,
     setup_context=_setup_forward,
@@ -368,7 +377,7 @@ input_grad: Operator = Operator(
     f"depthwise_conv_input_grad(Tensor dy, Tensor w, SymInt[] input_size, {_GEOMETRY}) -> Tensor",
     tensors=2,
     reference=reference.depthwise_conv_input_grad,
-    backends=(cuda.input_grad, _on_cpu(cpu.input_grad, 2), native.input_grad),
+    backends=(cuda.input_grad, _on_cpu(_plan_input_grad_on_cpu), native.input_grad),
     check=_check_input_grad,
     fake=_fake_input_grad,
     setup_context=_setup_input_grad,
@@ -383,7 +392,7 @@ weight_grad: Operator = Operator(
     f"depthwise_conv_weight_grad(Tensor dy, Tensor x, SymInt[] weight_size, SymInt[] weight_stride, {_GEOMETRY}) -> Tensor",
     tensors=2,
     reference=reference.depthwise_conv_weight_grad,
-    backends=(cuda.weight_grad, _on_cpu(_cpu_weight_grad, 2), native.weight_grad),
+    backends=(cuda.weight_grad, _on_cpu(_plan_weight_grad_on_cpu), native.weight_grad),
     check=_check_weight_grad,
     fake=_fake_weight_grad,
     setup_context=_setup_weight_grad,

@@ -35,7 +35,7 @@ Weight gradient, summed in float32 at least
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -74,10 +74,19 @@ def forward(
     dilation: Ints,
 ) -> Tensor:  # [N, C * m, *spatial], channels_last if x or w is
     """Depthwise convolution; taps on the padding take no part, whatever their weight."""
+    return prepare_forward(x, w, stride, padding, dilation)(x, w, b)
+
+
+def prepare_forward(
+    x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """What :func:`forward` does with every ``x``, ``w`` and bias of these sizes, strides and types."""
     plan = _plan_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)
+    convolution, low, groups = CONVOLUTIONS[len(stride)], padding[::2], x.shape[1]
     if plan == "direct":
-        return CONVOLUTIONS[len(stride)](x, w, b, stride, padding[::2], dilation, x.shape[1])
-    return _in_format(_forward_by(plan, x, w, b, stride, padding, dilation), _channels_last(x, w))
+        return lambda x, w, b: convolution(x, w, b, stride, low, dilation, groups)
+    channels_last = _channels_last(x, w)
+    return lambda x, w, b: _in_format(_forward_by(plan, x, w, b, stride, padding, dilation), channels_last)
 
 
 def input_grad(
