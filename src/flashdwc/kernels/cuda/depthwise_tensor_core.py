@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,6 +39,15 @@ def describe(problem: Problem, tile: Tile) -> str:
     return f"tensor cores, tile {size}, {tile.warps} warps"
 
 
+def _fit(problem: Problem, device: torch.device, tile_of: Callable, macros_of: Callable) -> tuple:
+    """The tile for a device, its macros, its shared memory and its grid."""
+    folded, limit = problem.folded, shared_limit(device)
+    tile = tile_of(folded, limit)
+    if tile is None:
+        raise RuntimeError(why_no_tile(tile, folded, limit))
+    return tile, *macros_of(folded, tile), grid(folded, tile)
+
+
 def plan_conv(
     problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
 ) -> Plan:
@@ -46,12 +55,7 @@ def plan_conv(
     device, dtype = source.device, source.dtype
     size = tuple(result_size)
     strides, _ = dense_layout(size, memory_format)
-    folded = problem.folded
-    tile = conv_tile(folded, shared_limit(device))
-    if tile is None:
-        raise RuntimeError(why_no_tile(tile, folded, shared_limit(device)))
-    macros, shared = conv_macros(folded, tile)
-    blocks, across, down, channel_blocks = grid(folded, tile)
+    tile, macros, shared, (blocks, across, down, channel_blocks) = _fit(problem, device, conv_tile, conv_macros)
     vertical, horizontal = problem.vertical, problem.horizontal
     launch = jit.Launcher(
         "depthwise_conv",
@@ -94,12 +98,8 @@ def conv_runner(launch: jit.Launcher, source: Tensor, size: tuple[int, ...], str
 
 def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
     device = x.device
-    folded = problem.folded
-    tile = weight_grad_tile(folded, shared_limit(device))
-    if tile is None:
-        raise RuntimeError(why_no_tile(tile, folded, shared_limit(device)))
-    macros, shared = weight_grad_macros(folded, tile)
-    blocks, across, down, channel_blocks = grid(folded, tile)
+    tile, macros, shared, sizes = _fit(problem, device, weight_grad_tile, weight_grad_macros)
+    blocks, across, down, channel_blocks = sizes
     vertical, horizontal = problem.vertical, problem.horizontal
     tiles, height_blocks = blocks // channel_blocks, -(-vertical.k // tile.chunk)
     splits = choose_splits(device, channel_blocks * height_blocks, tiles, tile.per_sm)
