@@ -241,3 +241,16 @@ def test_no_cliff_at_large_kernels_or_dilation():
         folded = best(lambda: F.conv2d(x.view(-1, 1, 96, 96), w[:1], None, 1, padding, dilation))  # noqa: B023
         assert ours[kernel, dilation] < 3 * folded + 2e-3
     assert ours[9, 3] < 4 * ours[9, 1] + 2e-3
+
+
+@pytest.mark.parametrize("size", [(4, 64, 1, 3000), (1, 16, 1, 40000)])
+def test_weight_gradient_along_a_long_line_is_as_accurate_as_pytorch(size):
+    """One sum over the whole line, kept in float32, loses digits that sums over parts keep."""
+    x, g, w = torch.randn(size), torch.randn(size), torch.randn(size[1], 1, 1, 31, requires_grad=True)
+    errors = []
+    wide = w.detach().double().requires_grad_()
+    y = F.conv2d(x.double(), wide, padding=(0, 15), groups=size[1])
+    (oracle,) = torch.autograd.grad(y, wide, g.double())
+    for y in (depthwise_conv2d(x, w, padding=(0, 15)), F.conv2d(x, w, padding=(0, 15), groups=size[1])):
+        errors.append((torch.autograd.grad(y, w, g)[0] - oracle).square().mean().sqrt())
+    assert errors[0] <= 2 * errors[1]

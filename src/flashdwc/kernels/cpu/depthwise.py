@@ -358,6 +358,9 @@ def _sized(size: Ints, dtype: torch.dtype) -> Tensor:
 def _weight_grad_as_convolution(dy: Tensor, x: Tensor, size: Ints, stride: Ints, low: Ints, dilation: Ints) -> Tensor:
     """``dw[i] = sum_o dy[o] x[o * stride + i * dilation - low]``: a block of rows of dy is the filter, i the output."""
     rank, channels, height = len(stride), x.shape[1], x.shape[2]
+    if rank == 2 and dy.shape[3] > max(_GRADIENT_TERMS, dy.shape[2]):  # rows too long for a block: cut the columns
+        geometry = (*size[:2], size[3], size[2]), stride[::-1], low[::-1], dilation[::-1]
+        return _weight_grad_as_convolution(dy.transpose(2, 3), x.transpose(2, 3), *geometry).transpose(2, 3)
     samples = max(1, _GRADIENT_CHANNELS // channels)
     blocks = -(-dy.shape[2] // max(1, _GRADIENT_TERMS // math.prod(dy.shape[3:])))
     rows = -(-dy.shape[2] // blocks)
