@@ -129,7 +129,7 @@ class Operator:
         return Explanation(self.name, backend.name, reasons, backend.describe(*args), cost.bytes, cost.flops, floor)
 
     def _decomposed(self, *args: Any) -> Tensor:
-        """In PyTorch's own operators, for ONNX, which knows no others."""
+        """In PyTorch's own operators, for what traces through to them."""
         return self.backends[-1].plan(*args)(*args[: self.tensors])
 
     def _key(self, args: tuple) -> tuple:
@@ -167,9 +167,7 @@ class Operator:
             return self.fake(*args)
 
         def cast_and_redispatch(*args: Any) -> Tensor:
-            operands = self._cast(args[: self.tensors])
-            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-                return registered(*operands, *args[self.tensors :])
+            return self._past_autocast(registered, args)
 
         qualified = f"{NAMESPACE}::{self.name}"
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

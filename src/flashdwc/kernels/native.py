@@ -23,10 +23,10 @@ def symmetric(padding: Sequence[int]) -> bool:
     return tuple(padding[::2]) == tuple(padding[1::2])
 
 
-def pad(x: Tensor, padding: Sequence[int]) -> Tensor:
-    """Zero padding given as (low, high) of each dimension, the first dimension first."""
+def pad(x: Tensor, padding: Sequence[int], mode: str = "constant") -> Tensor:
+    """Padding given as (low, high) of each dimension, the first dimension first; zeros unless ``mode`` says other."""
     reversed_pairs = [p for i in reversed(range(0, len(padding), 2)) for p in padding[i : i + 2]]
-    return F.pad(x, reversed_pairs)
+    return F.pad(x, reversed_pairs, mode)
 
 
 def _crop(x: Tensor, padding: Sequence[int]) -> Tensor:

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..core.op import autocast
+from ..kernels.native import pad
 from .depthwise_operators import forward, input_grad, weight_grad
 
 __all__ = [
@@ -88,7 +89,7 @@ def _explicit_padding(x: Tensor, padding: tuple[int, ...], mode: str) -> Tensor:
             raise ValueError(
                 f"padding: expected at most {limit} with padding_mode {mode!r} for size {n} (dim {i}), got {pair}"
             )
-    return F.pad(x, [p for pair in reversed(pairs) for p in pair], mode=mode)
+    return pad(x, padding, mode)
 
 
 def _check_ranks(n: int, input: Any, weight: Any, bias: Any) -> None:

@@ -7,6 +7,7 @@ public face.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -288,15 +289,8 @@ def _plan_weight_grad_on_cpu(dy, x, weight_size, weight_stride, stride, padding,
 
 def _cost(*sizes: Sequence[int], taps: Sequence[int], positions: Sequence[int], dtype: torch.dtype) -> Cost:
     """``sizes``: of all operands and the result; ``positions``: size of the forward's output."""
-    numel = [_product(s) for s in sizes]
-    return Cost(bytes=sum(numel) * dtype.itemsize, flops=2 * _product(positions) * _product(taps))
-
-
-def _product(values: Sequence[int]) -> int:
-    total = 1
-    for v in values:
-        total *= int(v)
-    return total
+    numel = sum(math.prod(s) for s in sizes)
+    return Cost(bytes=numel * dtype.itemsize, flops=2 * math.prod(positions) * math.prod(taps))
 
 
 def _cost_forward(x, w, b, *geometry) -> Cost:

@@ -51,8 +51,6 @@ struct Params {
   int images, channels, rows, columns, out_rows, out_columns, tiles_across, tiles_down, channel_blocks;
 };
 
-__device__ __forceinline__ int source_channel(int channel, int part) { return (channel * SUM + part) / SPREAD; }
-
 // Filter rows first..first + CHUNK of all channels; returns non_finite() bits.
 __device__ __forceinline__ u32 load_filters(u16* filters, const Params& p, int channel0, int part, int first) {
   constexpr int HEIGHT = CHUNK < KH ? CHUNK : KH;
@@ -61,10 +59,8 @@ __device__ __forceinline__ u32 load_filters(u16* filters, const Params& p, int c
     int j = i % FILTER_ROW, r = i / FILTER_ROW, kh = first + r % HEIGHT, channel = channel0 + r / HEIGHT;
     int at = j - FRONT;
     u16 v = 0;
-    if (at >= 0 && at % DW == 0 && at / DW < KW && kh < KH && channel < p.channels) {
-      int k = kh * KW + at / DW;
-      v = p.weight[i64(channel * SUM + part) * KH * KW + (ROTATE ? KH * KW - 1 - k : k)];
-    }
+    if (at >= 0 && at % DW == 0 && at / DW < KW && kh < KH && channel < p.channels)
+      v = filter_element(p, channel, part, kh * KW + at / DW);
     bad |= non_finite(v);
     u16* row = filters + r * FILTER_PITCH;
     row[j] = v;

@@ -22,10 +22,6 @@ struct Params {
   int strips, channels, rows, columns, out_rows, out_columns, strips_across, strips_down, channel_blocks;
 };
 
-__device__ __forceinline__ u16 filter_element(const Params& p, int channel, int k) {
-  return p.weight[i64(channel) * KH * KW + (ROTATE ? KH * KW - 1 - k : k)];
-}
-
 // The thread's filters as floats; true where one is not finite. STAGED: through shared memory, whose accesses are in order; else each
 // thread fetches its own, which overlaps with its first pixels and so suits a thread that has one strip.
 __device__ __forceinline__ bool load_filters(float (&w)[KH * KW][VEC], const Params& p, int lane, int channel0, bool works) {
@@ -34,7 +30,7 @@ __device__ __forceinline__ bool load_filters(float (&w)[KH * KW][VEC], const Par
     __shared__ float filters[KH * KW][LANES * VEC];
     for (int i = threadIdx.x; i < KH * KW * LANES * VEC; i += THREADS) {
       int k = i % (KH * KW), c = i / (KH * KW);
-      u16 v = channel0 + c < p.channels ? filter_element(p, channel0 + c, k) : u16(0);
+      u16 v = channel0 + c < p.channels ? filter_element(p, channel0 + c, 0, k) : u16(0);
       bits |= non_finite(v);
       filters[k][c] = to_float(v);
     }
@@ -48,7 +44,7 @@ __device__ __forceinline__ bool load_filters(float (&w)[KH * KW][VEC], const Par
     for (int k = 0; k < KH * KW; ++k)
 #pragma unroll
       for (int e = 0; e < VEC; ++e) {
-        u16 v = works ? filter_element(p, channel0 + lane * VEC + e, k) : u16(0);
+        u16 v = works ? filter_element(p, channel0 + lane * VEC + e, 0, k) : u16(0);
         bits |= non_finite(v);
         w[k][e] = to_float(v);
       }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -135,9 +136,7 @@ def weight_grad_runner(launch: jit.Launcher, splits: int, dy: Tensor, x: Tensor,
     device, dtype, index = x.device, x.dtype, x.device.index
     copies = readable(dy) is not dy or readable(x) is not x
     size, strides = tuple(weight_size), tuple(weight_stride)  # exactly tuples: torch.Size is refused by the allocation
-    count = 1
-    for n in size:
-        count *= n
+    count = math.prod(size)
     reduce = None
     if splits > 1:
         reduce = jit.Launcher(

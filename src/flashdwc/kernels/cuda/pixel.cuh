@@ -7,7 +7,6 @@ template <int width> __device__ __forceinline__ void read_pixel(float (&v)[width
   using T = typename Access<width>::type;
   union {
     T access;
-    u32 word[(width + 1) / 2];
     u16 element[width];
   } raw;
   raw.access = inside ? __ldg(reinterpret_cast<const T*>(p)) : T{};
@@ -19,6 +18,4 @@ template <int width> __device__ __forceinline__ void write_pixel(u16* p, const f
   if constexpr (width == 1) *p = from_float(v[0]);
   if constexpr (width == 2) *reinterpret_cast<u32*>(p) = pack(v[0], v[1]);
   if constexpr (width == 4) *reinterpret_cast<uint2*>(p) = make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
-  if constexpr (width == 8)
-    *reinterpret_cast<uint4*>(p) = make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
 }
