@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch import Tensor
 import flashdwc
 from flashdwc import depthwise_conv2d
 from flashdwc.kernels import reference
+from flashdwc.kernels.cuda import depthwise_stream
 
 pytestmark = pytest.mark.gpu
 
@@ -74,6 +77,57 @@ def test_value_and_gradients(shape, layout, dtype):
     y = check_convolution(x, w, b, **arguments, impl="cuda")
     g = LAYOUTS[layout](torch.randn_like(y))
     check_convolution(x, w, None, g, **arguments, impl="cuda")
+
+
+# Images, channels, height, width, kernel, padding (left, right, top, bottom), dilation.
+STREAMED = {
+    "3x3 of 64 channels": ((3, 64, 33, 64), (3, 3), (1, 1, 1, 1), 1),
+    "5x5 of 64 channels": ((2, 128, 30, 31), (5, 5), (2, 2, 2, 2), 1),
+    "5x5 of 72 channels": ((2, 72, 21, 70), (5, 5), (2, 2, 2, 2), 1),
+    "7x7": ((5, 96, 56, 56), (7, 7), (3, 3, 3, 3), 1),
+    "7x7 of some channels": ((2, 40, 29, 61), (7, 7), (3, 3, 3, 3), 1),
+    "7x7 in narrow strips": ((3, 64, 47, 30), (7, 7), (3, 3, 3, 3), 1),
+    "7x7 across strips": ((1, 32, 19, 200), (7, 7), (3, 3, 3, 3), 1),
+    "7x7 of few rows": ((4, 32, 3, 40), (7, 7), (3, 3, 3, 3), 1),
+    "7x7 without padding": ((2, 32, 40, 48), (7, 7), (0, 0, 0, 0), 1),
+    "7x7 uneven padding": ((2, 32, 40, 48), (7, 7), (1, 4, 0, 6), 1),
+    "7x7 dilation 2": ((2, 32, 40, 48), (7, 7), (6, 6, 6, 6), 2),
+    "2x6": ((2, 32, 40, 48), (2, 6), (2, 3, 0, 1), 1),
+    "9x9": ((2, 96, 64, 64), (9, 9), (4, 4, 4, 4), 1),
+    "13x13": ((2, 48, 50, 64), (13, 13), (6, 6, 6, 6), 1),
+}
+
+
+@pytest.fixture
+def small_problems_stream(monkeypatch) -> Iterator[None]:
+    monkeypatch.setattr(depthwise_stream, "ENOUGH_OUTPUTS", 0)
+    depthwise_stream.conv_stream.cache_clear()
+    yield
+    depthwise_stream.conv_stream.cache_clear()
+
+
+@pytest.mark.usefixtures("small_problems_stream")
+@each_dtype
+@pytest.mark.parametrize("shape", STREAMED)
+def test_streams(shape, dtype):
+    size, kernel, padding, dilation = STREAMED[shape]
+    channels_last = LAYOUTS["channels_last"]
+    x, w, b = (
+        channels_last(cuda(*size, dtype=dtype)),
+        cuda(size[1], 1, *kernel, dtype=dtype),
+        cuda(size[1], dtype=dtype),
+    )
+    arguments = {"padding": padding, "dilation": dilation, "impl": "cuda"}
+    assert "streamed" in flashdwc.explain(depthwise_conv2d, x, w, b, **arguments).detail
+    y = check_convolution(x, w, b, **arguments)
+    check_convolution(x, w, None, channels_last(torch.randn_like(y)), **arguments)
+    x[-1, 3, 1, 2], x[0, 5, -1, -1], w[7, 0, 0, -1] = torch.inf, torch.nan, -torch.inf
+    left, right, top, bottom = padding
+    definition = reference.depthwise_conv(
+        x.double(), w.double(), b.double(), (1, 1), (top, bottom, left, right), (dilation, dilation)
+    )
+    y = depthwise_conv2d(x, w, b, **arguments)
+    torch.testing.assert_close(y.double(), definition, rtol=1e-2, atol=0.2, equal_nan=True)
 
 
 @pytest.mark.parametrize("kernel", [*range(2, 10), *range(11, 64, 4)])

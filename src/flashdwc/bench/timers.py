@@ -195,4 +195,5 @@ def _rotated(names: list[str], index: int) -> list[str]:
 
 
 def _flush_bytes(device: torch.device) -> int:
-    return max(2 * torch.cuda.get_device_properties(device).L2_cache_size, 64 << 20)
+    """Enough to empty the L2 cache, and to take longer than the host needs to put the next launches into the queue."""
+    return max(4 * torch.cuda.get_device_properties(device).L2_cache_size, 64 << 20)

@@ -12,6 +12,7 @@ from ...core import jit
 from ...core.backend import Backend, Plan
 from ..native import output_format
 from . import depthwise_direct as direct
+from . import depthwise_stream as stream
 from . import depthwise_tensor_core as tensor_core
 from .depthwise_problem import Problem, forward_problem, input_grad_problem, weight_grad_problem
 from .depthwise_tiles import conv_tile, weight_grad_tile
@@ -49,37 +50,51 @@ def _faster_elsewhere(problem: Problem) -> str | None:
     return None
 
 
+def _conv_engine(problem: Problem, limit: int) -> Any:
+    if stream.conv_stream(problem, limit) is not None:
+        return stream
+    return direct if _prefers_direct(problem) else tensor_core
+
+
+def _weight_grad_engine(problem: Problem, limit: int) -> Any:
+    return direct if _prefers_direct(problem) else tensor_core
+
+
 def _backend(
     pose: Callable[..., Problem],
     plan_with: Callable[..., Plan],
-    tile_of: Callable,
-    strip_of: Callable,
+    engine_of: Callable[[Problem, int], Any],
+    layouts: dict[Any, Callable],
     faster_elsewhere: Callable[[Problem], str | None] = lambda problem: None,
 ) -> Backend:
-    """``pose`` turns the operator's arguments into a problem, ``plan_with`` plans it with one of the two kernel families."""
+    """``pose`` turns the operator's arguments into a problem; ``engine_of`` chooses the kernel family that ``plan_with`` plans.
+
+    ``layouts`` has for each family the function that lays the work of a problem out.
+    """
 
     def why_not(*args: Any) -> str | None:
         if (why := _why_not_here(args[0])) is not None:
             return why
         problem, limit = pose(*args), tensor_core.shared_limit(args[0].device)
-        if problem.empty or _prefers_direct(problem):
+        if problem.empty or engine_of(problem, limit) is not tensor_core:
             return None
-        return tensor_core.why_no_tile(tile_of(problem.folded, limit), problem.folded, limit)
+        return tensor_core.why_no_tile(layouts[tensor_core](problem.folded, limit), problem.folded, limit)
 
     def plan(*args: Any) -> Plan:
         problem = pose(*args)
-        return plan_with(direct if _prefers_direct(problem) else tensor_core, problem, *args)
+        return plan_with(engine_of(problem, tensor_core.shared_limit(args[0].device)), problem, *args)
 
     def prefer_not(*args: Any) -> str | None:
         return faster_elsewhere(pose(*args))
 
     def describe(*args: Any) -> str:
-        problem = pose(*args)
+        problem, limit = pose(*args), tensor_core.shared_limit(args[0].device)
         if problem.empty:
             return "nothing to compute"
-        if _prefers_direct(problem):
-            return direct.describe(problem, strip_of(problem))
-        return tensor_core.describe(problem.folded, tile_of(problem.folded, tensor_core.shared_limit(args[0].device)))
+        engine = engine_of(problem, limit)
+        if engine is tensor_core:
+            problem = problem.folded
+        return engine.describe(problem, layouts[engine](problem, limit))
 
     return Backend("cuda", why_not, plan, prefer_not, describe)
 
@@ -119,6 +134,15 @@ def _plan_weight_grad(engine: Any, problem: Problem, dy: Tensor, x: Tensor, size
     return engine.plan_weight_grad(problem, dy, x, size, strides)
 
 
-forward = _backend(_pose_forward, _plan_forward, conv_tile, direct.conv_strip)
-input_grad = _backend(_pose_input_grad, _plan_input_grad, conv_tile, direct.conv_strip, _faster_elsewhere)
-weight_grad = _backend(_pose_weight_grad, _plan_weight_grad, weight_grad_tile, direct.weight_grad_strip)
+_CONV: dict[Any, Callable] = {
+    stream: stream.conv_stream,
+    direct: lambda problem, _: direct.conv_strip(problem),
+    tensor_core: conv_tile,
+}
+_WEIGHT_GRAD: dict[Any, Callable] = {
+    direct: lambda problem, _: direct.weight_grad_strip(problem),
+    tensor_core: weight_grad_tile,
+}
+forward = _backend(_pose_forward, _plan_forward, _conv_engine, _CONV)
+input_grad = _backend(_pose_input_grad, _plan_input_grad, _conv_engine, _CONV, _faster_elsewhere)
+weight_grad = _backend(_pose_weight_grad, _plan_weight_grad, _weight_grad_engine, _WEIGHT_GRAD)

@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct(const __g
   AddBias epilogue{p.bias};
   float bias[VEC];
 #pragma unroll
-  for (int e = 0; e < VEC; ++e) bias[e] = epilogue(0.f, channel + e);
+  for (int e = 0; e < VEC; ++e) bias[e] = epilogue.start(channel + e);
 
   const unsigned step = gridDim.x / p.channel_blocks * STRIPS, strips = p.strips;
   for (unsigned strip = blockIdx.x / p.channel_blocks * STRIPS + threadIdx.x / LANES; strip < strips; strip += step) {
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct(const __g
       for (int i = 0; i < ROWS * COLUMNS * VEC; ++i) {
         int e = i % VEC, column = column0 + i / VEC % COLUMNS, row = row0 + i / (VEC * COLUMNS);
         if (row >= p.out_rows || column >= p.out_columns) continue;
-        float sum = epilogue(by_taps(p, image, channel + e, row, column), channel + e);
+        float sum = by_taps(p, image, channel + e, row, column) + epilogue.start(channel + e);
         p.y.data[image * p.y.image + channel + e + row * p.y.row + column * p.y.column] = from_float(sum);
       }
       continue;

@@ -16,7 +16,7 @@ from .depthwise_problem import MULTIPROCESSORS, Axis, Problem
 MAX_WARPS = 16
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
@@ -37,7 +37,7 @@ def _conflicts(blocks: int, groups: int, images: int, step: int, group_pitch: in
 
 
 @lru_cache(maxsize=4096)
-def _pitches(
+def pitches(
     blocks: int, groups: int, images: int, step: int, group_rows: int, columns: int, rows: int
 ) -> tuple[int, int]:
     """Pitch of rows and of images, in elements, that keeps ldmatrix free of bank conflicts where padding can."""
@@ -72,41 +72,41 @@ class Tile:
         return self.sets * self.groups * self.rows
 
 
-def _lead(problem: Problem, window: int, multiple: int) -> tuple[int, int]:
+def lead_and_shift(problem: Problem, window: int, multiple: int) -> tuple[int, int]:
     """(columns to load before the window, columns by which the loader shifts), for rows that are aligned in memory.
 
     The product with zeros replaces the shift where it costs no further step of the window.
     """
     shift = 0 if problem.inner.nhwc else -problem.horizontal.first % problem.inner.vector
-    free = _round_up(window + shift, multiple) == _round_up(window, multiple)
+    free = round_up(window + shift, multiple) == round_up(window, multiple)
     return (shift, 0) if free else (0, shift)
 
 
 def _conv_window(problem: Problem) -> int:
     h = problem.horizontal
-    return _round_up(h.span(h.k, 8 * h.u), 8)
+    return round_up(h.span(h.k, 8 * h.u), 8)
 
 
 def _weight_grad_window(problem: Problem) -> int:
     h = problem.horizontal
-    return _round_up(h.span(h.k, 8), 16)
+    return round_up(h.span(h.k, 8), 16)
 
 
 def conv_macros(problem: Problem, tile: Tile) -> tuple[dict[str, int], int]:
     """Macros of ``depthwise_conv.cu`` and the shared memory in bytes."""
     v, h = problem.vertical, problem.horizontal
     window = _conv_window(problem)
-    lead, shift = _lead(problem, h.span(h.k, 8 * h.u), 8)
+    lead, shift = lead_and_shift(problem, h.span(h.k, 8 * h.u), 8)
     columns = (tile.blocks - 1) * 8 * h.s + window
     group_step = tile.rows // v.u * v.s
     rows = (tile.sets * tile.groups - 1) * group_step + v.span(v.k, tile.rows)
-    row_pitch, image_pitch = _pitches(tile.blocks, tile.groups, tile.images, h.s, group_step, columns, rows)
+    row_pitch, image_pitch = pitches(tile.blocks, tile.groups, tile.images, h.s, group_step, columns, rows)
     out_image = tile.out_rows * tile.blocks * 8 * h.u
     out_image += 8 if tile.images > 1 else 0
     plane = max(tile.images * image_pitch, tile.images * out_image)
-    octet = _octet_pitch(tile.channels, plane)
+    octet = octet_pitch(tile.channels, plane)
     front = (8 * h.u - 1) * h.s + lead * h.u
-    filter_row = _round_up(front + (window - 1) * h.u + h.phase + 1, 2)
+    filter_row = round_up(front + (window - 1) * h.u + h.phase + 1, 2)
     filter_pitch = 2 * filter_row + 2 if h.u == 1 and h.s % 2 else filter_row
     shared = 2 * (tile.channels // 8 * octet + tile.channels * min(tile.chunk, v.k) * filter_pitch)
     return {
@@ -122,15 +122,15 @@ def weight_grad_macros(problem: Problem, tile: Tile) -> tuple[dict[str, int], in
     """Macros of ``depthwise_weight_grad.cu`` and the shared memory in bytes."""
     v, h = problem.vertical, problem.horizontal
     window = _weight_grad_window(problem)
-    lead, shift = _lead(problem, h.span(h.k, 8), 16)
+    lead, shift = lead_and_shift(problem, h.span(h.k, 8), 16)
     columns = (tile.blocks - 1) * 8 * h.s + window
     group_step = tile.rows * v.s
     rows = (tile.groups - 1) * group_step + v.span(tile.chunk, tile.rows)
-    row_pitch, image_pitch = _pitches(tile.blocks, tile.groups, tile.images, h.s, group_step, columns, rows)
+    row_pitch, image_pitch = pitches(tile.blocks, tile.groups, tile.images, h.s, group_step, columns, rows)
     out_columns = tile.blocks * 8
-    _, out_image = _pitches(tile.blocks, 1, tile.images * tile.groups, 1, 0, out_columns, tile.rows * tile.groups)
+    _, out_image = pitches(tile.blocks, 1, tile.images * tile.groups, 1, 0, out_columns, tile.rows * tile.groups)
     plane, out_plane = tile.images * image_pitch, tile.images * out_image
-    octet, out_octet = _octet_pitch(tile.channels, plane), _octet_pitch(tile.channels, out_plane)
+    octet, out_octet = octet_pitch(tile.channels, plane), octet_pitch(tile.channels, out_plane)
     shared = max(2 * tile.channels // 8 * (octet + out_octet), tile.warps * window * 8 * 4)
     return {
         **_common_macros(problem, tile), "LEAD": lead, "SHIFT": shift,
@@ -140,9 +140,9 @@ def weight_grad_macros(problem: Problem, tile: Tile) -> tuple[dict[str, int], in
     }, shared  # fmt: skip
 
 
-def _octet_pitch(channels: int, plane: int) -> int:
+def octet_pitch(channels: int, plane: int) -> int:
     """Spreads the octets that neighbouring threads of the loader write over the banks."""
-    return _round_up(8 * plane, 64) + (64 // (channels // 8) if channels > 8 else 0)
+    return round_up(8 * plane, 64) + (64 // (channels // 8) if channels > 8 else 0)
 
 
 def _common_macros(problem: Problem, tile: Tile) -> dict[str, int]:
@@ -218,9 +218,7 @@ def grid(problem: Problem, tile: Tile) -> tuple[int, int, int, int]:
 def _resident(shared: int, shared_limit: int, warps: int, registers: int) -> int:
     """Blocks that fit a multiprocessor at once, up to three; 0 where not even one has the registers."""
     by_shared = (shared_limit + 1024) // (shared + 1024)  # the driver takes 1 KiB of each
-    by_registers = (
-        65536 // (32 * warps * _round_up(registers, 8)) if registers <= 235 else 0
-    )  # estimates err by some 20
+    by_registers = 65536 // (32 * warps * round_up(registers, 8)) if registers <= 235 else 0  # estimates err by some 20
     return min(by_shared, by_registers, 3)
 
 
@@ -261,15 +259,17 @@ def _chunk(v: Axis) -> int:
     """Filter rows to hold at once: all of a small filter, else some ten, as the code is unrolled over them: the compiler's
     time grows with their number, the fetching of operands with that of the chunks."""
     if v.k <= 16:
-        return _round_up(v.k, v.u)
-    return _round_up(-(-v.k // -(-v.k // 10)), v.u)
+        return round_up(v.k, v.u)
+    return round_up(-(-v.k // -(-v.k // 10)), v.u)
 
 
 def _conv_registers(problem: Problem, tile: Tile) -> int:
     u, looped = problem.horizontal.u, problem.vertical.k > tile.chunk
-    addressing = 66 if looped else 30 if tile.chunk <= 12 else 34
+    addressing = (70 if tile.chunk >= 8 else 66) if looped else 30 if tile.chunk <= 12 else 34
     addressing += (0 if problem.inner.nhwc else 24) + (24 if u > 2 else 0)
-    return max(80 if u <= 2 else 104, u * (4 * tile.rows + 2 * min(tile.rows, tile.chunk)) + addressing)
+    strided = problem.horizontal.s > 1 or problem.spread * problem.sum > 1
+    least = 104 if u > 2 else 96 if strided else 80
+    return max(least, u * (4 * tile.rows + 2 * min(tile.rows, tile.chunk)) + addressing)
 
 
 def _conv_cost(problem: Problem, tile: Tile, resident: int) -> float:

@@ -10,5 +10,6 @@ struct Identity {  // applied to the two 16-bit elements of a word; what lies ou
 
 struct AddBias {
   const u16* bias;  // [C] or null
-  __device__ __forceinline__ float operator()(float sum, int channel) const { return bias ? sum + to_float(bias[channel]) : sum; }
+  __device__ __forceinline__ float start(int channel) const { return bias ? to_float(bias[channel]) : 0.f; }  // what a sum starts from
+  __device__ __forceinline__ float finish(float sum, int channel) const { return sum; }
 };

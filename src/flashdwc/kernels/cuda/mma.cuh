@@ -29,6 +29,10 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 
 __device__ __forceinline__ u16 from_float(float v) { return u16(pack(v, 0.f)); }
 
+// Adds 0 to each half of the sum where v is finite, and makes it NaN for good where v is inf or NaN.
+__device__ __forceinline__ void watch(u32& sum, u32 v) { asm("fma.rn." ELEMENT "x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(v), "r"(0)); }
+__device__ __forceinline__ bool watched_non_finite(u32 sum) { return sum & 0x7fff7fffu; }
+
 // Sets the sign bit of each half whose exponent is all ones (inf or NaN).
 __device__ __forceinline__ u32 non_finite(u32 v) {
 #if BF16

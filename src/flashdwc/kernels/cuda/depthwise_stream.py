@@ -1,0 +1,129 @@
+"""Launches ``depthwise_stream.cu``: filters of stride 1 that move more bytes than they multiply, on tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...core import jit
+from ...core.backend import Plan
+from .depthwise_problem import Problem, dense_layout, readable
+from .depthwise_tensor_core import TENSOR4, conv_runner, shared_limit
+from .depthwise_tiles import lead_and_shift, octet_pitch, pitches, round_up
+
+WARPS = 16
+ENOUGH_OUTPUTS = 16_000_000  # that the steps of a strip outweigh its start
+LARGEST_SIDE = 13  # of a filter: beyond, multiplying takes longer than moving
+
+
+@dataclass(frozen=True)
+class Stream:
+    channels: int
+    blocks: int  # of 8 columns
+    rows: int  # output rows of a group
+
+    @property
+    def groups(self) -> int:
+        return 16 // self.blocks
+
+    @property
+    def out_rows(self) -> int:
+        return self.groups * self.rows
+
+
+@lru_cache(maxsize=4096)
+def conv_stream(problem: Problem, shared_limit: int) -> Stream | None:
+    """The stream for a forward convolution or an input gradient; None where tiles are faster (measured on an H200)."""
+    v, h = problem.vertical, problem.horizontal
+    plain = max(v.s, h.s, v.u, h.u, problem.spread, problem.sum) == 1
+    wide = problem.inner.nhwc and problem.outer.nhwc and problem.inner.vector == problem.outer.vector == 8
+    large = problem.outputs >= ENOUGH_OUTPUTS and h.out > 28
+    if not (plain and wide and large and max(v.k, h.k) <= LARGEST_SIDE):
+        return None
+    blocks = 8 if h.out > 32 else 4
+    whole_lines = (Stream(64, blocks, 2),) if max(v.k, h.k) <= 5 and problem.channels % 64 == 0 else ()
+    narrower = (Stream(32, blocks, 4), Stream(16, blocks, 7)) if problem.taps > 12 else ()
+    fitting = (s for s in whole_lines + narrower if macros(problem, s)[1] <= shared_limit)
+    return next(fitting, None)
+
+
+def macros(problem: Problem, stream: Stream) -> tuple[dict[str, int], int]:
+    """Macros of ``depthwise_stream.cu`` and the shared memory in bytes."""
+    v, h = problem.vertical, problem.horizontal
+    span = h.span(h.k, 8)
+    window = round_up(span, 8)
+    lead, shift = lead_and_shift(problem, span, 8)
+    columns = (stream.blocks - 1) * 8 + window
+    ring = 2 * stream.out_rows + (v.k - 1) * v.d
+    row_pitch, plane = pitches(stream.blocks, stream.groups, 1, 1, stream.rows, columns, ring)
+    out_plane = stream.out_rows * stream.blocks * 8
+    octet, out_octet = octet_pitch(stream.channels, plane), octet_pitch(stream.channels, out_plane)
+    filter_row = round_up(7 + lead + window + 1, 2)
+    filters = stream.channels * v.k * (2 * filter_row + 2)
+    shared = 2 * (stream.channels // 8 * (octet + 2 * out_octet) + filters) + 4 * stream.channels
+    return {
+        "IN_NHWC": problem.inner.nhwc, "IN_VEC": problem.inner.vector,
+        "OUT_NHWC": problem.outer.nhwc, "OUT_VEC": problem.outer.vector,
+        "KH": v.k, "KW": h.k, "SH": 1, "SW": 1, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "SPREAD": 1, "SUM": 1,
+        "UH": 1, "UW": 1, "PHASE_H": 0, "PHASE_W": 0, "LEAD": lead, "SHIFT": shift,
+        "CHANNELS": stream.channels, "BLOCKS": stream.blocks, "GROUPS": stream.groups, "IMAGES": 1,
+        "ROWS": stream.rows, "THREADS": 32 * WARPS, "BLOCKS_PER_SM": 1,
+        "ROW_PITCH": row_pitch, "IMAGE_PITCH": plane, "PLANE_PITCH": plane, "OCTET_PITCH": octet,
+        "OUT_IMAGE_PITCH": out_plane, "OUT_PLANE_PITCH": out_plane, "OUT_OCTET_PITCH": out_octet,
+    }, shared  # fmt: skip
+
+
+def describe(problem: Problem, stream: Stream) -> str:
+    size = f"{stream.channels} channels x {stream.out_rows} rows x {8 * stream.blocks} columns"
+    return f"tensor cores, streamed in steps of {size}, {WARPS} warps"
+
+
+def plan_conv(
+    problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
+) -> Plan:
+    """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
+    device = source.device
+    size = tuple(result_size)
+    strides, _ = dense_layout(size, memory_format)
+    stream = conv_stream(problem, shared_limit(device))
+    if stream is None:
+        raise RuntimeError("no stream suits the problem: ask conv_stream first")
+    definitions, shared = macros(problem, stream)
+    vertical, horizontal = problem.vertical, problem.horizontal
+    channel_blocks = -(-problem.channels // stream.channels)
+    blocks_of_channels = max(1, torch.cuda.get_device_properties(device).multi_processor_count // channel_blocks)
+    splits, across, down, strip_steps, strips = _share(problem, stream, blocks_of_channels)
+    launch = jit.Launcher(
+        "depthwise_stream",
+        {**definitions, "BF16": source.dtype is torch.bfloat16, "ROTATE": rotate},
+        device,
+        blocks=channel_blocks * splits,
+        threads=32 * WARPS,
+        shared_bytes=shared,
+        layout=f"={TENSOR4}{TENSOR4}2q12i",
+        values=[0, *readable(source).stride(), 0, *strides, 0, 0, problem.images, problem.channels, vertical.size,
+                horizontal.size, vertical.out, horizontal.out, across, down, strip_steps, channel_blocks, strips, splits],
+        pointers=(0, 5, 10, 11),
+    )  # fmt: skip
+    return conv_runner(launch, source, size, strides)
+
+
+def _share(problem: Problem, stream: Stream, splits: int) -> tuple[int, int, int, int, int]:
+    """Splits, strips across, strips down, steps of a strip, strips: cut so that the blocks have equal parts."""
+    v, h = problem.vertical, problem.horizontal
+    across = -(-h.out // (8 * stream.blocks))
+    steps = -(-v.out // stream.out_rows)
+    leading = -(-(v.k - 1) * v.d // stream.out_rows)
+    columns = problem.images * across
+
+    def rounds(strip_steps: int) -> tuple[int, int]:
+        strips = columns * -(-steps // strip_steps)
+        return -(-strips // splits) * (strip_steps + leading), -strip_steps
+
+    strip_steps = min(range(1, steps + 1), key=rounds)
+    down = -(-steps // strip_steps)
+    return min(splits, columns * down), across, down, strip_steps, columns * down
