@@ -17,7 +17,7 @@ from torch import Tensor
 import flashdwc
 from flashdwc.kernels import reference
 
-# what PyTorch's own operator may be off by, relative to the largest result
+# what a good operator may be off by, relative to the largest result
 SMALL = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-12}
 # what ours may be off by where PyTorch's happens to be exact: the rounding of the result, or of a few partial sums
 FLOOR = {dtype: (1 if dtype.itemsize == 2 else 4) * torch.finfo(dtype).eps for dtype in SMALL}
@@ -27,15 +27,15 @@ FLOOR = {dtype: (1 if dtype.itemsize == 2 else 4) * torch.finfo(dtype).eps for d
 
 
 def assert_as_accurate(ours: Tensor, theirs: Tensor, oracle: Tensor) -> None:
-    """Our largest error is at most twice that of PyTorch's own operator, plus a rounding; and that one's is small."""
+    """Our largest error is at most twice that of PyTorch's own operator, or of a good one's, plus a rounding."""
     assert ours.shape == theirs.shape == oracle.shape
     assert ours.dtype == theirs.dtype
     if oracle.numel() == 0:
         return
     scale = oracle.abs().max().item()
     error, their_error = ((t.detach().cpu().double() - oracle).abs().max().item() for t in (ours, theirs))
-    assert their_error <= SMALL[ours.dtype] * scale, f"PyTorch itself is off by {their_error} of {scale}"
-    assert error <= 2 * their_error + FLOOR[ours.dtype] * scale, f"off by {error}, PyTorch by {their_error}"
+    allowed = min(their_error, SMALL[ours.dtype] * scale)  # on some processors PyTorch sums half precision in itself
+    assert error <= 2 * allowed + FLOOR[ours.dtype] * scale, f"off by {error} of {scale}, PyTorch by {their_error}"
 
 
 def assert_rounded(actual: Tensor, oracle: Tensor, magnitude: Tensor, terms: int) -> None:

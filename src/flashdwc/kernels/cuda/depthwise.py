@@ -12,6 +12,7 @@ from ...core import jit
 from ...core.backend import Backend, Plan
 from ..native import output_format
 from . import depthwise_direct as direct
+from . import depthwise_planar as planar
 from . import depthwise_stream as stream
 from . import depthwise_tensor_core as tensor_core
 from .depthwise_problem import Problem, forward_problem, input_grad_problem, weight_grad_problem
@@ -41,18 +42,11 @@ def _prefers_direct(problem: Problem) -> bool:
     return problem.taps <= direct.FEW_TAPS or strided or small or problem.inner.vector < 4
 
 
-def _faster_elsewhere(problem: Problem) -> str | None:
-    """Measured on an H200: cuDNN's channels_last input gradient takes the least time to start."""
-    v, h = problem.vertical, problem.horizontal
-    nhwc = problem.inner.nhwc and problem.outer.nhwc
-    if (v.k, h.k, v.u, h.u) == (3, 3, 1, 1) and problem.outputs <= 700_000 and nhwc:
-        return "PyTorch's kernel starts sooner, and there is little to compute"
-    return None
-
-
 def _conv_engine(problem: Problem, limit: int) -> Any:
     if stream.conv_stream(problem, limit) is not None:
         return stream
+    if planar.suits(problem):
+        return planar
     return direct if _prefers_direct(problem) else tensor_core
 
 
@@ -65,7 +59,6 @@ def _backend(
     plan_with: Callable[..., Plan],
     engine_of: Callable[[Problem, int], Any],
     layouts: dict[Any, Callable],
-    faster_elsewhere: Callable[[Problem], str | None] = lambda problem: None,
 ) -> Backend:
     """``pose`` turns the operator's arguments into a problem; ``engine_of`` chooses the kernel family that ``plan_with`` plans.
 
@@ -84,9 +77,6 @@ def _backend(
         problem = pose(*args)
         return plan_with(engine_of(problem, tensor_core.shared_limit(args[0].device)), problem, *args)
 
-    def prefer_not(*args: Any) -> str | None:
-        return faster_elsewhere(pose(*args))
-
     def describe(*args: Any) -> str:
         problem, limit = pose(*args), tensor_core.shared_limit(args[0].device)
         if problem.empty:
@@ -96,7 +86,7 @@ def _backend(
             problem = problem.folded
         return engine.describe(problem, layouts[engine](problem, limit))
 
-    return Backend("cuda", why_not, plan, prefer_not, describe)
+    return Backend("cuda", why_not, plan, describe=describe)
 
 
 def _pose_forward(x: Tensor, w: Tensor, b: Tensor | None, stride, padding, dilation, *_: Any) -> Problem:
@@ -136,6 +126,7 @@ def _plan_weight_grad(engine: Any, problem: Problem, dy: Tensor, x: Tensor, size
 
 _CONV: dict[Any, Callable] = {
     stream: stream.conv_stream,
+    planar: lambda problem, _: planar.conv_strip(problem),
     direct: lambda problem, _: direct.conv_strip(problem),
     tensor_core: conv_tile,
 }
@@ -144,5 +135,5 @@ _WEIGHT_GRAD: dict[Any, Callable] = {
     tensor_core: weight_grad_tile,
 }
 forward = _backend(_pose_forward, _plan_forward, _conv_engine, _CONV)
-input_grad = _backend(_pose_input_grad, _plan_input_grad, _conv_engine, _CONV, _faster_elsewhere)
+input_grad = _backend(_pose_input_grad, _plan_input_grad, _conv_engine, _CONV)
 weight_grad = _backend(_pose_weight_grad, _plan_weight_grad, _weight_grad_engine, _WEIGHT_GRAD)

@@ -42,6 +42,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_c
     out.column = out.row * OUT_COLUMNS;
     out.row = 0;
   }
+  __shared__ int place[3];  // of the outputs, until they are stored: registers are dear
+  if (threadIdx.x == 0) place[0] = out.image, place[1] = out.row, place[2] = out.column;
   out.images = p.images, out.rows = p.out_rows, out.columns = p.out_columns, out.channels = p.channels;
   in = out;
   in.row = out.row / UH * SH - FIRST_H, in.column = out.column / UW * SW - FIRST_W - LEAD;
@@ -86,6 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_c
     __syncthreads();  // other warps may still read the plane
     stage(tile + Input::plane(warp / SETS), acc, make_lane(warp % SETS), channel_of(warp), epilogue, watched);
   }
-  if (__syncthreads_or(watched_non_finite(watched))) tile_by_taps<Output>(p, out.image, out.row, out.column, out.channel);
+  const bool bad = __syncthreads_or(watched_non_finite(watched));
+  out.image = place[0], out.row = place[1], out.column = place[2];
+  if (bad) tile_by_taps<Output>(p, out.image, out.row, out.column, out.channel);
   else store_tile<Output, THREADS>(tile, p.y, out);
 }

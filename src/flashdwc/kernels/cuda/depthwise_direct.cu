@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct(const __g
       for (int i = 0; i < ROWS * COLUMNS * VEC; ++i) {
         int e = i % VEC, column = column0 + i / VEC % COLUMNS, row = row0 + i / (VEC * COLUMNS);
         if (row >= p.out_rows || column >= p.out_columns) continue;
-        float sum = by_taps(p, image, channel + e, row, column) + epilogue.start(channel + e);
+        float sum = call_by_taps(p, image, channel + e, row, column) + epilogue.start(channel + e);
         p.y.data[image * p.y.image + channel + e + row * p.y.row + column * p.y.column] = from_float(sum);
       }
       continue;

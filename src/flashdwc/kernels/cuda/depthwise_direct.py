@@ -68,12 +68,13 @@ def weight_grad_strip(problem: Problem) -> Strip:
         vector = 2
     vector = min(vector, problem.inner.vector, problem.outer.vector)
     strip = Strip(vector, rows, columns, lanes=1, threads=256)
-    # many channels of a small map in one launch: a block of few channels for each multiprocessor sees to all strips
+    # a small map in one launch: where the channels suffice, a block for each multiprocessor sees to all strips of its channels
     share = -(-problem.channels // vector) // MULTIPROCESSORS
-    small = replace(strip, lanes=max(2, 1 << max(0, share.bit_length() - 1)))
+    small = replace(strip, lanes=max(2, 1 << max(0, share.bit_length() - 1)) if share else 1)
     threads = _strip_grid(problem, small)[0] * small.lanes
-    if share > 0 and threads <= 512 and small.lanes <= 32:
-        return replace(small, threads=min(256, max(32, -(-threads // 32) * 32)))
+    few = problem.taps <= FEW_TAPS
+    if small.lanes <= 32 and (threads <= 512 if share else few and threads <= 256):
+        return replace(small, threads=min(512 if few and vector <= 2 else 256, -(-threads // 32) * 32))
     return _share(problem, strip, (1, 2, 4, 8, 16, 32))
 
 

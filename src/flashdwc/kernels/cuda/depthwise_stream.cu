@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_s
         if (last.strip >= 0 && last.number >= 0) {
           const Origin out = {last.image, last.row, last.column, channel, p.images, p.out_rows, p.out_columns, p.channels};
           if (bad) tile_by_taps<Output>(p, last.image, last.row, last.column, channel);
-          else store_tile<Output, THREADS>(outputs + (half ^ 1) * Output::size, p.y, out);
+          else store_tile<Output, THREADS, true>(outputs + (half ^ 1) * Output::size, p.y, out);
         }
         if (next.strip >= 0) place_fresh(planes, raw, next.fresh, fresh_origin(next, channel, p));
         if (after.strip >= 0) fetch_fresh(raw, fresh_origin(after, channel, p), p);

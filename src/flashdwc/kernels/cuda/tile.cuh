@@ -62,15 +62,18 @@ template <int width, class Inside> __device__ __forceinline__ Octet read8(const 
   return v;
 }
 
-// Writes 8 elements, width at a time, those for which inside(e) holds of the first of each width.
-template <int width, class Inside> __device__ __forceinline__ void write8(u16* p, const Octet& v, Inside inside) {
-  if constexpr (width == 8) {  // predicated, not jumped over: what is written stays ready beside other work
+// Writes 8 elements, width at a time, those for which inside(e) holds of the first of each width. PREDICATED: accesses of 16 bytes are
+// predicated, not jumped over, so that 8 in a row are under way at once; that takes more registers.
+template <int width, bool PREDICATED = false, class Inside>
+__device__ __forceinline__ void write8(u16* p, const Octet& v, Inside inside) {
+  if constexpr (width == 8 && PREDICATED) {
     asm volatile("{.reg .pred inside; setp.ne.b32 inside, %5, 0; @inside st.global.v4.b32 [%0], {%1,%2,%3,%4};}"
                  :: "l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3]), "r"(int(inside(0))) : "memory");
   } else {
 #pragma unroll
     for (int e = 0; e < 8; e += width)
       if (inside(e)) {
+        if constexpr (width == 8) *reinterpret_cast<uint4*>(p) = v.quad;
         if constexpr (width == 4) *reinterpret_cast<uint2*>(p + e) = make_uint2(v.word[e / 2], v.word[e / 2 + 1]);
         if constexpr (width == 2) *reinterpret_cast<u32*>(p + e) = v.word[e / 2];
         if constexpr (width == 1) p[e] = u16(v.word[e / 2] >> (e & 1) * 16);
@@ -206,7 +209,8 @@ __device__ __forceinline__ void load_tile(u16* tile, const Tensor4& x, const Ori
 }
 
 // Stores a tile, leaving out what lies outside the tensor.
-template <class T, int threads> __device__ __forceinline__ void store_tile(const u16* tile, const Tensor4& y, const Origin& at) {
+template <class T, int threads, bool PREDICATED = false>
+__device__ __forceinline__ void store_tile(const u16* tile, const Tensor4& y, const Origin& at) {
   // NCHW rows whose alignment allows narrow accesses only: neighbouring threads then write neighbouring elements
   constexpr int width = T::nhwc || T::vec >= 4 ? 8 : T::vec;
   for (int i = threadIdx.x; i < T::template units<width>; i += threads) {
@@ -221,7 +225,7 @@ template <class T, int threads> __device__ __forceinline__ void store_tile(const
       transpose(planes, pixels);
       to += u.c;
 #pragma unroll
-      for (int p = 0; p < 8; ++p, to += y.column) write8<T::vec>(to, pixels[p], [&](int e) { return u.inside(at, p) && u.c + e < at.channels; });
+      for (int p = 0; p < 8; ++p, to += y.column) write8<T::vec, PREDICATED>(to, pixels[p], [&](int e) { return u.inside(at, p) && u.c + e < at.channels; });
     } else if (u.c < at.channels) {
       to += u.c * y.channel;
       if constexpr (width == 8) {

@@ -140,6 +140,7 @@ template <class T, class Params>
 __device__ __noinline__ void tile_by_taps(const Params& p, int image, int row, int column, int channel) {
   const Origin out = {image, row, column, channel, p.images, p.out_rows, p.out_columns, p.channels};
   const AddBias epilogue{p.bias};
+#pragma unroll 1
   for (int i = threadIdx.x; i < T::template units<1> * (T::nhwc ? 8 : 1); i += THREADS) {
     Unit<T, 1> u(i / (T::nhwc ? 8 : 1), out);
     int c = u.c + (T::nhwc ? i % 8 : 0);

@@ -1,0 +1,118 @@
+// Depthwise convolution of few taps and stride 1, forward or input gradient, 16 bit NCHW, on CUDA cores: pure memory traffic.
+//
+// A thread has one plane's filter in registers, in fp32, and walks over strips of ROWS x 8 outputs. Of each input row behind a strip it
+// reads the 8 columns of the strip and, where the filter reaches beyond them, the 8 before and behind, whose lines its neighbours read.
+//
+// Where a filter holds an inf or NaN, taps on padding are left out one by one, as 0 * inf would make NaN.
+//
+//   block:  LANES threads for each of THREADS / LANES planes
+#include "by_taps.cuh"
+#include "epilogue.cuh"
+#include "tile.cuh"
+
+constexpr int LEFT = PAD_W, RIGHT = (KW - 1) * DW - PAD_W;  // columns that the filter reaches beyond the strip's
+constexpr int SPAN_H = (KH - 1) * DH + ROWS;
+static_assert(0 <= LEFT && LEFT <= 8 && RIGHT <= 8 && THREADS % LANES == 0);
+
+struct Params {
+  Tensor4 x, y;
+  const u16 *weight, *bias;
+  int planes, channels, rows, columns, out_rows, out_columns, strips_across, strips, parts;
+};
+
+// 8 columns, of which those from first to last are needed.
+template <int first, int last>
+__device__ __forceinline__ void read_columns(float* in, const u16* line, int column, bool row_inside, const Params& p) {
+  Octet v = read8<IN_VEC>(line + column, [&](int e) {
+    return e + IN_VEC > first && e < last && row_inside && unsigned(column + e) < unsigned(p.columns);
+  });
+#pragma unroll
+  for (int e = 0; e < 8; ++e) in[e] = to_float(v.element[e]);
+}
+
+// Writes every thread's 8 outputs. Where alignment allows narrow accesses only, the warp's outputs pass through shared memory, so that
+// neighbouring threads write neighbouring elements. valid: how many of the thread's outputs there are.
+__device__ __forceinline__ void write_outputs(u16* to, const Octet& v, int valid) {
+  if constexpr (OUT_VEC >= 4) {
+    write8<OUT_VEC>(to, v, [&](int e) { return e < valid; });
+  } else {
+    using Piece = typename Access<OUT_VEC>::type;
+    __shared__ uint4 exchange[THREADS];
+    const int lane = threadIdx.x % 32;
+    uint4* warp = exchange + threadIdx.x - lane;
+    __syncwarp();
+    warp[lane] = v.quad;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 8 / OUT_VEC; ++i) {
+      const int piece = i * 32 + lane, owner = piece * OUT_VEC / 8, e = piece * OUT_VEC % 8;
+      u16* target = reinterpret_cast<u16*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(to), owner)) + e;
+      if (e < __shfl_sync(0xffffffffu, valid, owner)) *reinterpret_cast<Piece*>(target) = reinterpret_cast<const Piece*>(warp)[piece];
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) depthwise_planar(const __grid_constant__ Params p) {
+  const int wanted = blockIdx.x / p.parts * (THREADS / LANES) + threadIdx.x / LANES, plane = min(wanted, p.planes - 1);
+  const int strips = wanted < p.planes ? p.strips : 0;
+  const int image = plane / p.channels, channel = plane % p.channels;
+  const u16* source = p.x.data + image * p.x.image + channel * p.x.channel;
+  u16* target = p.y.data + image * p.y.image + channel * p.y.channel;
+  const AddBias epilogue{p.bias};
+  const float start = epilogue.start(channel);
+  float w[KH * KW];
+  u32 bits = 0;
+#pragma unroll
+  for (int k = 0; k < KH * KW; ++k) {
+    u16 v = filter_element(p, channel, 0, k);
+    bits |= non_finite(v);
+    w[k] = to_float(v);
+  }
+
+  // all threads of a warp stay together, as they exchange outputs
+  for (int first = blockIdx.x % p.parts * LANES; first < p.strips; first += p.parts * LANES) {
+    const int strip = first + threadIdx.x % LANES, column = strip % p.strips_across * 8, row0 = strip / p.strips_across * ROWS;
+    const int valid_rows = p.out_rows - row0;
+    int valid_columns = strip < strips ? min(p.out_columns - column, 8) : 0;
+    float acc[ROWS][8];
+#pragma unroll
+    for (int i = 0; i < ROWS * 8; ++i) acc[i / 8][i % 8] = start;
+    if (bits & NON_FINITE_BITS) {
+#pragma unroll 1
+      for (int i = 0; i < ROWS * 8; ++i) {
+        int r = row0 + i / 8, c = column + i % 8;
+        if (i / 8 < valid_rows && i % 8 < valid_columns)
+          target[r * p.y.row + c] = from_float(epilogue.finish(by_taps(p, image, channel, r, c) + start, channel));
+      }
+      valid_columns = 0;
+    } else {
+#pragma unroll
+      for (int y = 0; y < SPAN_H; ++y) {
+        float in[24];  // from 8 columns before the strip on
+        const int row = row0 - PAD_H + y;
+        const bool inside = unsigned(row) < unsigned(p.rows) && strip < strips;
+        const u16* line = source + row * p.x.row;
+        if constexpr (LEFT > 0) read_columns<8 - LEFT, 8>(in, line, column - 8, inside, p);
+        read_columns<0, 8>(in + 8, line, column, inside, p);
+        if constexpr (RIGHT > 0) read_columns<0, RIGHT>(in + 16, line, column + 8, inside, p);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          const int kh = y - r;
+          if (kh < 0 || kh % DH || kh / DH >= KH) continue;
+#pragma unroll
+          for (int kw = 0; kw < KW; ++kw)
+#pragma unroll
+            for (int c = 0; c < 8; ++c) acc[r][c] += w[kh / DH * KW + kw] * in[8 + c + kw * DW - LEFT];
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      Octet v;
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        v.word[e] = pack(epilogue.finish(acc[r][2 * e], channel), epilogue.finish(acc[r][2 * e + 1], channel));
+      write_outputs(target + (row0 + r) * p.y.row + column, v, r < valid_rows ? valid_columns : 0);
+    }
+  }
+}
