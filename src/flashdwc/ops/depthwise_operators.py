@@ -132,58 +132,52 @@ def packed_strides(size: Sequence[int], strides: Sequence[int]) -> tuple[int, ..
 # --- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, first: Tensor, second: Tensor, *constants: Any) -> None:
-    """Keeps of the two factors only the one that the other's gradient needs."""
-    need = ctx.needs_input_grad
-    ctx.save_for_backward(first if need[1] else None, second if need[0] else None)
+def _save(ctx: Any, tensors: Sequence[Tensor], constants: tuple) -> None:
+    """Keeps of the two factors only the one that the other's gradient needs, and what the other looks like."""
+    first, second = tensors[:2]
+    needs_first, needs_second = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(first if needs_second else None, second if needs_first else None)
+    ctx.looks = None if needs_first and needs_second else (first.shape, second.shape, second.stride())
     ctx.kept = constants
+
+
+def _looks(ctx: Any, first: Tensor | None, second: Tensor | None) -> tuple:
+    """Size of the first factor, size and strides of the second."""
+    if first is None or second is None:
+        return ctx.looks
+    return first.shape, second.shape, second.stride()
 
 
 def _gradient_of_weight(dy: Tensor, x: Tensor, size: Sequence[int], strides: Sequence[int], geometry: tuple) -> Tensor:
     return weight_grad(dy, x, size, packed_strides(size, strides), *geometry)
 
 
-def _setup_forward(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, w = inputs[:2]
-    _save(ctx, x, w, x.shape, w.shape, w.stride(), inputs[3:])
-
-
 def _backward_forward(ctx: Any, g: Tensor) -> tuple:
-    x, w = ctx.saved_tensors[:2]
-    need = ctx.needs_input_grad
-    input_size, weight_size, weight_stride, geometry = ctx.kept
+    x, w = ctx.saved_tensors
+    need, geometry = ctx.needs_input_grad, ctx.kept
+    input_size, weight_size, weight_stride = _looks(ctx, x, w)
     dx = input_grad(g, w, input_size, *geometry) if need[0] else None
     dw = _gradient_of_weight(g, x, weight_size, weight_stride, geometry) if need[1] else None
     db = g.sum([0, *range(2, g.dim())]) if need[2] else None
-    return dx, dw, db, *[None] * len(geometry)
-
-
-def _setup_input_grad(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    dy, w = inputs[:2]
-    _save(ctx, dy, w, w.shape, w.stride(), inputs[3:])
+    return dx, dw, db
 
 
 def _backward_input_grad(ctx: Any, g: Tensor) -> tuple:
-    dy, w = ctx.saved_tensors[:2]
-    need = ctx.needs_input_grad
-    weight_size, weight_stride, geometry = ctx.kept
+    dy, w = ctx.saved_tensors
+    need, (_, *geometry) = ctx.needs_input_grad, ctx.kept
+    _, weight_size, weight_stride = _looks(ctx, dy, w)
     ddy = forward(g, w, None, *geometry) if need[0] else None
-    dw = _gradient_of_weight(dy, g, weight_size, weight_stride, geometry) if need[1] else None
-    return ddy, dw, None, *[None] * len(geometry)
-
-
-def _setup_weight_grad(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    dy, x = inputs[:2]
-    _save(ctx, dy, x, x.shape, inputs[4:])
+    dw = _gradient_of_weight(dy, g, weight_size, weight_stride, tuple(geometry)) if need[1] else None
+    return ddy, dw
 
 
 def _backward_weight_grad(ctx: Any, g: Tensor) -> tuple:
-    dy, x = ctx.saved_tensors[:2]
-    need = ctx.needs_input_grad
-    input_size, geometry = ctx.kept
+    dy, x = ctx.saved_tensors
+    need, (_, _, *geometry) = ctx.needs_input_grad, ctx.kept
+    _, input_size, _ = _looks(ctx, dy, x)
     ddy = forward(x, g, None, *geometry) if need[0] else None
     dx = input_grad(dy, g, input_size, *geometry) if need[1] else None
-    return ddy, dx, None, None, *[None] * len(geometry)
+    return ddy, dx
 
 
 def _jvp_forward(primals: Sequence[Tensor], tangents: Sequence[Tensor | None], *geometry: Any) -> Tensor:
@@ -357,7 +351,7 @@ forward: Operator = Operator(
     backends=(cuda.forward, _on_cpu(_plan_forward_on_cpu), native.forward),
     check=_check_forward,
     fake=_fake_forward,
-    setup_context=_setup_forward,
+    setup_context=_save,
     backward=_backward_forward,
     jvp=_jvp_forward,
     vmap=_vmap_forward,
@@ -374,7 +368,7 @@ input_grad: Operator = Operator(
     backends=(cuda.input_grad, _on_cpu(_plan_input_grad_on_cpu), native.input_grad),
     check=_check_input_grad,
     fake=_fake_input_grad,
-    setup_context=_setup_input_grad,
+    setup_context=_save,
     backward=_backward_input_grad,
     jvp=_bilinear_jvp(lambda *args: input_grad(*args)),
     vmap=_vmap_input_grad,
@@ -389,7 +383,7 @@ weight_grad: Operator = Operator(
     backends=(cuda.weight_grad, _on_cpu(_plan_weight_grad_on_cpu), native.weight_grad),
     check=_check_weight_grad,
     fake=_fake_weight_grad,
-    setup_context=_setup_weight_grad,
+    setup_context=_save,
     backward=_backward_weight_grad,
     jvp=_bilinear_jvp(lambda *args: weight_grad(*args)),
     vmap=_vmap_weight_grad,

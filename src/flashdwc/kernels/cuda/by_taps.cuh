@@ -25,8 +25,3 @@ template <class Params> __device__ __forceinline__ float by_taps(const Params& p
   }
   return sum;
 }
-
-// The same as a call, which leaves the caller's registers alone.
-template <class Params> __device__ __noinline__ float call_by_taps(const Params& p, int image, int channel, int row, int column) {
-  return by_taps(p, image, channel, row, column);
-}

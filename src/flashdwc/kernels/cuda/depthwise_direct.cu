@@ -52,6 +52,15 @@ __device__ __forceinline__ bool load_filters(float (&w)[KH * KW][VEC], const Par
   return bits & NON_FINITE_BITS;
 }
 
+struct Place {  // of a strip's first output
+  int image, row, column;
+};
+
+__device__ __forceinline__ Place place_of(unsigned strip, const Params& p) {
+  const unsigned line = strip / p.strips_across;
+  return {int(line / p.strips_down), int(line % p.strips_down * ROWS), int(strip % p.strips_across * COLUMNS)};
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct(const __grid_constant__ Params p) {
   const int lane = threadIdx.x % LANES, channel0 = blockIdx.x % p.channel_blocks * LANES * VEC, channel = channel0 + lane * VEC;
   const bool works = threadIdx.x < STRIPS * LANES && channel < p.channels;
@@ -63,22 +72,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct(const __g
 #pragma unroll
   for (int e = 0; e < VEC; ++e) bias[e] = epilogue.start(channel + e);
 
-  const unsigned step = gridDim.x / p.channel_blocks * STRIPS, strips = p.strips;
-  for (unsigned strip = blockIdx.x / p.channel_blocks * STRIPS + threadIdx.x / LANES; strip < strips; strip += step) {
-    const unsigned line = strip / p.strips_across;
-    const int column0 = strip % p.strips_across * COLUMNS, row0 = line % p.strips_down * ROWS, image = line / p.strips_down;
+  const unsigned first = blockIdx.x / p.channel_blocks * STRIPS + threadIdx.x / LANES, step = gridDim.x / p.channel_blocks * STRIPS;
+  if (bad) {
+    for (unsigned strip = first; strip < p.strips; strip += step) {
+      const Place at = place_of(strip, p);
+#pragma unroll 1
+      for (int i = 0; i < ROWS * COLUMNS * VEC; ++i) {
+        int c = channel + i % VEC, column = at.column + i / VEC % COLUMNS, row = at.row + i / (VEC * COLUMNS);
+        if (row >= p.out_rows || column >= p.out_columns) continue;
+        float sum = by_taps(p, at.image, c, row, column) + epilogue.start(c);
+        p.y.data[at.image * p.y.image + c + row * p.y.row + column * p.y.column] = from_float(sum);
+      }
+    }
+    return;
+  }
+  for (unsigned strip = first; strip < p.strips; strip += step) {
+    const auto [image, row0, column0] = place_of(strip, p);
     const int y0 = row0 / UH * SH - FIRST_H, x0 = column0 / UW * SW - FIRST_W;
     const u16* source = p.x.data + i64(image) * p.x.image + y0 * p.x.row + x0 * p.x.column + channel;
-
-    if (bad) {
-      for (int i = 0; i < ROWS * COLUMNS * VEC; ++i) {
-        int e = i % VEC, column = column0 + i / VEC % COLUMNS, row = row0 + i / (VEC * COLUMNS);
-        if (row >= p.out_rows || column >= p.out_columns) continue;
-        float sum = call_by_taps(p, image, channel + e, row, column) + epilogue.start(channel + e);
-        p.y.data[image * p.y.image + channel + e + row * p.y.row + column * p.y.column] = from_float(sum);
-      }
-      continue;
-    }
     float acc[ROWS][COLUMNS][VEC];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)

@@ -67,6 +67,7 @@ def weight_grad_strip(problem: Problem) -> Strip:
     if problem.outputs < ENOUGH_OUTPUTS and problem.taps <= FEW_TAPS:
         vector = 2
     vector = min(vector, problem.inner.vector, problem.outer.vector)
+    rows = min(rows, 2) if vector == 1 else rows
     strip = Strip(vector, rows, columns, lanes=1, threads=256)
     # a small map in one launch: where the channels suffice, a block for each multiprocessor sees to all strips of its channels
     share = -(-problem.channels // vector) // MULTIPROCESSORS

@@ -54,7 +54,7 @@ __device__ __forceinline__ void write_outputs(u16* to, const Octet& v, int valid
 
 extern "C" __global__ void __launch_bounds__(THREADS) depthwise_planar(const __grid_constant__ Params p) {
   const int wanted = blockIdx.x / p.parts * (THREADS / LANES) + threadIdx.x / LANES, plane = min(wanted, p.planes - 1);
-  const int strips = wanted < p.planes ? p.strips : 0;
+  int strips = wanted < p.planes ? p.strips : 0;
   const int image = plane / p.channels, channel = plane % p.channels;
   const u16* source = p.x.data + image * p.x.image + channel * p.x.channel;
   u16* target = p.y.data + image * p.y.image + channel * p.y.channel;
@@ -69,41 +69,43 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_planar(const __g
     w[k] = to_float(v);
   }
 
-  // all threads of a warp stay together, as they exchange outputs
-  for (int first = blockIdx.x % p.parts * LANES; first < p.strips; first += p.parts * LANES) {
+  const int begin = blockIdx.x % p.parts * LANES, step = p.parts * LANES;
+  if (bits & NON_FINITE_BITS) {
+    for (int strip = begin + threadIdx.x % LANES; strip < strips; strip += step) {
+      const int column = strip % p.strips_across * 8, row = strip / p.strips_across * ROWS;
+#pragma unroll 1
+      for (int i = 0; i < ROWS * 8; ++i) {
+        int r = row + i / 8, c = column + i % 8;
+        if (r < p.out_rows && c < p.out_columns)
+          target[r * p.y.row + c] = from_float(epilogue.finish(by_taps(p, image, channel, r, c) + start, channel));
+      }
+    }
+    strips = 0;
+  }
+  for (int first = begin; first < p.strips; first += step) {  // all threads of a warp, as they exchange outputs
     const int strip = first + threadIdx.x % LANES, column = strip % p.strips_across * 8, row0 = strip / p.strips_across * ROWS;
     const int valid_rows = p.out_rows - row0;
-    int valid_columns = strip < strips ? min(p.out_columns - column, 8) : 0;
+    const int valid_columns = strip < strips ? min(p.out_columns - column, 8) : 0;
     float acc[ROWS][8];
 #pragma unroll
     for (int i = 0; i < ROWS * 8; ++i) acc[i / 8][i % 8] = start;
-    if (bits & NON_FINITE_BITS) {
-#pragma unroll 1
-      for (int i = 0; i < ROWS * 8; ++i) {
-        int r = row0 + i / 8, c = column + i % 8;
-        if (i / 8 < valid_rows && i % 8 < valid_columns)
-          target[r * p.y.row + c] = from_float(epilogue.finish(by_taps(p, image, channel, r, c) + start, channel));
-      }
-      valid_columns = 0;
-    } else {
 #pragma unroll
-      for (int y = 0; y < SPAN_H; ++y) {
-        float in[24];  // from 8 columns before the strip on
-        const int row = row0 - PAD_H + y;
-        const bool inside = unsigned(row) < unsigned(p.rows) && strip < strips;
-        const u16* line = source + row * p.x.row;
-        if constexpr (LEFT > 0) read_columns<8 - LEFT, 8>(in, line, column - 8, inside, p);
-        read_columns<0, 8>(in + 8, line, column, inside, p);
-        if constexpr (RIGHT > 0) read_columns<0, RIGHT>(in + 16, line, column + 8, inside, p);
+    for (int y = 0; y < SPAN_H; ++y) {
+      float in[24];  // from 8 columns before the strip on
+      const int row = row0 - PAD_H + y;
+      const bool inside = unsigned(row) < unsigned(p.rows) && strip < strips;
+      const u16* line = source + row * p.x.row;
+      if constexpr (LEFT > 0) read_columns<8 - LEFT, 8>(in, line, column - 8, inside, p);
+      read_columns<0, 8>(in + 8, line, column, inside, p);
+      if constexpr (RIGHT > 0) read_columns<0, RIGHT>(in + 16, line, column + 8, inside, p);
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-          const int kh = y - r;
-          if (kh < 0 || kh % DH || kh / DH >= KH) continue;
+      for (int r = 0; r < ROWS; ++r) {
+        const int kh = y - r;
+        if (kh < 0 || kh % DH || kh / DH >= KH) continue;
 #pragma unroll
-          for (int kw = 0; kw < KW; ++kw)
+        for (int kw = 0; kw < KW; ++kw)
 #pragma unroll
-            for (int c = 0; c < 8; ++c) acc[r][c] += w[kh / DH * KW + kw] * in[8 + c + kw * DW - LEFT];
-        }
+          for (int c = 0; c < 8; ++c) acc[r][c] += w[kh / DH * KW + kw] * in[8 + c + kw * DW - LEFT];
       }
     }
 #pragma unroll

@@ -304,7 +304,8 @@ def _weight_grad_candidates(problem: Problem, narrow: int) -> Iterator[Tile]:
 def _weight_grad_registers(problem: Problem, tile: Tile) -> int:
     m16 = _weight_grad_window(problem) // 16
     sums = tile.channels // tile.warps * tile.chunk * 4 * m16
-    addressing = 78 + 14 * max(0, m16 - 2) + (8 if problem.inner.vector < 8 else 0)
+    addressing = 78 + 14 * max(0, m16 - 2)
+    addressing += (8 if problem.inner.vector < 8 else 0) + (16 if problem.horizontal.s > 1 else 0)
     return sums * 5 // 4 + 2 * min(tile.rows, tile.chunk) + addressing
 
 
