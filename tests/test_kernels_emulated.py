@@ -1,0 +1,139 @@
+"""What the CUDA kernels compute, on the CPU: each thread a fiber, under AddressSanitizer. Needs a C++ compiler, not a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import emulation
+import pytest
+import torch
+from emulation import emulated_gpu
+from support import channels_last, geometry
+from torch import Tensor
+
+from flashdwc.kernels import reference
+from flashdwc.kernels.cuda import depthwise_stream
+from flashdwc.ops.depthwise_operators import forward, input_grad, weight_grad
+
+pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="no C++ compiler")
+
+# Kernels that forward, input gradient and weight gradient shall use; input size, kernel, stride, padding, dilation, multiplier, layout.
+CASES = {
+    "few taps": ("direct", (2, 37, 9, 11), (3, 3), 1, 1, 1, 1, channels_last),
+    "few taps, stride 2": ("direct", (2, 24, 9, 10), (3, 3), 2, 1, 1, 1, channels_last),
+    "planes": ("planar", (2, 5, 7, 16), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
+    "planes of odd width": ("planar", (3, 5, 6, 7), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
+    "planes, dilated": ("planar", (2, 4, 10, 14), (3, 3), 1, 3, 3, 1, Tensor.contiguous),
+    "a line": ("planar", (1, 3, 1, 77), (1, 4), 1, (3, 0, 0, 0), 1, 1, Tensor.contiguous),
+    "tiles of a small map": ("conv", (3, 12, 7, 7), (7, 7), 1, 3, 1, 1, channels_last),
+    "tiles of contiguous rows": ("conv", (1, 8, 9, 13), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
+    "tiles, stride 2": ("conv", (1, 8, 15, 14), (13, 13), 2, 6, 1, 1, channels_last),
+    "tiles, multiplier": ("conv", (1, 4, 10, 10), (7, 7), 1, 3, 1, 2, channels_last),
+    "filter rows in parts": ("conv", (1, 8, 12, 12), (31, 31), 1, 15, 1, 1, channels_last),
+    "a long filter over a line": ("conv", (1, 8, 1, 300), (1, 31), 1, (15, 15, 0, 0), 1, 1, Tensor.contiguous),
+    "streams": ("stream", (2, 40, 13, 61), (7, 7), 1, 3, 1, 1, channels_last),
+    "streams of 64 channels": ("stream", (1, 64, 9, 33), (5, 5), 1, 2, 1, 1, channels_last),
+    "streams, uneven padding": ("stream", (1, 32, 20, 40), (7, 5), 1, (1, 4, 0, 6), 1, 1, channels_last),
+}
+ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.fixture
+def small_problems_stream(monkeypatch, request) -> Iterator[None]:
+    if request.node.callspec.params["case"].startswith("streams"):
+        monkeypatch.setattr(depthwise_stream, "ENOUGH_OUTPUTS", 0)
+    depthwise_stream.conv_stream.cache_clear()
+    yield
+    depthwise_stream.conv_stream.cache_clear()
+
+
+def launch(operator, *args) -> tuple[Tensor, list[str]]:
+    """The result of the operator's CUDA backend, and the kernels that ran."""
+    operands = args[: operator.tensors]
+    cuda = next(backend for backend in operator.backends if backend.name == "cuda")
+    with emulated_gpu(*(t for t in operands if t is not None)) as launcher:
+        result = cuda.plan(*args, "auto", "auto")(*operands)
+    return result, [name for name, _ in launcher.launched]
+
+
+def assert_close(actual: Tensor, definition: Tensor) -> None:
+    finite = definition[definition.isfinite()]
+    bound = ROUNDING[actual.dtype]
+    torch.testing.assert_close(
+        actual.double(), definition, rtol=bound, atol=bound * finite.abs().max().item(), equal_nan=True
+    )
+
+
+@pytest.mark.usefixtures("small_problems_stream")
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compute_the_definition(case):
+    family, (images, channels, *size), kernel, stride, padding, dilation, multiplier, layout = CASES[case]
+    dtype = torch.bfloat16 if "planes" in case or "parts" in case else torch.float16
+    x = layout(torch.randn(images, channels, *size).to(dtype))
+    w, b = torch.randn(channels * multiplier, 1, *kernel).to(dtype), torch.randn(channels * multiplier).to(dtype)
+    geometry_ = geometry(x, w, (stride, stride), padding, (dilation, dilation))
+
+    y, kernels = launch(forward, x, w, b, *geometry_)
+    assert kernels == [f"depthwise_{family}"]
+    assert_close(y, reference.depthwise_conv(x.double(), w.double(), b.double(), *geometry_))
+
+    g = layout(torch.randn(y.shape).to(dtype))
+    dx, kernels = launch(input_grad, g, w, tuple(x.shape), *geometry_)
+    assert kernels == [f"depthwise_{family}"]
+    assert_close(dx, reference.depthwise_conv_input_grad(g.double(), w.double(), x.shape, *geometry_))
+
+    dw, _ = launch(weight_grad, g, x, tuple(w.shape), w.stride(), *geometry_)
+    assert_close(dw, reference.depthwise_conv_weight_grad(g.double(), x.double(), w.shape, w.stride(), *geometry_))
+
+    x[0, 1, 0, 0], x[-1, 2, -1, -1], w[2, 0, 0, -1] = torch.inf, torch.nan, -torch.inf
+    y, _ = launch(forward, x, w, b, *geometry_)
+    assert_close(y, reference.depthwise_conv(x.double(), w.double(), b.double(), *geometry_))
+
+
+# --- the emulator itself ---------------------------------------------------------------------------------------------
+
+NEIGHBOURS = """
+#include "cuda.h"
+struct Params { const int* in; int* out; };
+void neighbours(const Params p) {
+  __shared__ int values[64];
+  values[threadIdx.x] = p.in[threadIdx.x];
+  BARRIER;
+  p.out[threadIdx.x + SHIFT] = values[63 - threadIdx.x];
+}
+#define KERNEL neighbours
+#include "main.inc"
+"""
+
+
+def run_neighbours(folder: Path, barrier: str, shift: int) -> subprocess.CompletedProcess:
+    """Reverses 64 numbers by way of shared memory; stdout is not used, the file holds the result."""
+    source, program, data = folder / "neighbours.cpp", folder / "neighbours", folder / "data"
+    source.write_text(f"#define BARRIER {barrier}\n#define SHIFT {shift}\n{NEIGHBOURS}")
+    command = [emulation.COMPILER, *emulation.FLAGS.split(), f"-I{emulation.HERE}", source, "-o", program]
+    subprocess.run(command, check=True, capture_output=True)
+    numbers = [2, 256, *[0] * 32, 256, *[0] * 32, 2, 0, 0, 2, 0, 0, 0, 1, 1, 0, 1, 64, 0]
+    content = torch.tensor(numbers, dtype=torch.int64)
+    content[2:34] = torch.arange(64, dtype=torch.int32).view(torch.int64)
+    data.write_bytes(content.numpy().tobytes())
+    return subprocess.run([program, data], capture_output=True, text=True)
+
+
+def reversed_numbers(folder: Path) -> bool:
+    out = torch.frombuffer(bytearray((folder / "data").read_bytes()), dtype=torch.int32)[64:]
+    return torch.equal(out, torch.arange(64, dtype=torch.int32).flip(0))
+
+
+def test_a_missing_barrier_shows(tmp_path):
+    assert run_neighbours(tmp_path, "__syncthreads()", 0).returncode == 0
+    assert reversed_numbers(tmp_path)
+    assert run_neighbours(tmp_path, "", 0).returncode == 0
+    assert not reversed_numbers(tmp_path)
+
+
+def test_an_access_outside_shows(tmp_path):
+    result = run_neighbours(tmp_path, "__syncthreads()", 1)
+    assert result.returncode != 0
+    assert "heap-buffer-overflow" in result.stderr
