@@ -31,6 +31,10 @@ def run(options: runner.Options) -> int:
         writer, ceilings = runner.open_run(options, folder)
         with closing(writer):
             try:
+                compiling = progress.add_task("compiling kernels", total=None)
+                for spec in runner.prepare(jobs, options):
+                    progress.update(compiling, description=f"compiling kernels: {spec}")
+                progress.remove_task(compiling)
                 for job in jobs:
                     progress.update(task, description=f"{job.suite} {job.case.spec} {job.dtype} {job.direction}")
                     for row in runner.measure(job, options, ceilings):

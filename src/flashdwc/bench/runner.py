@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from .case import DIRECTIONS, DTYPES, LAYOUTS, Case
 from .friendly import UserError
 from .results import Row, Writer, available_memory, environment
-from .sides import Operands, Run, ours, torchs
+from .sides import Operands, Run, calls, ours, torchs
 from .suites import SUITES, Suite
 from .timers import Ceilings, Timing, compare, graphed, measure_ceilings, tf32_allowed
 
@@ -83,6 +85,28 @@ def open_run(options: Options, folder: Path) -> tuple[Writer, Ceilings]:
     return Writer(folder, {**environment(options.device), **settings}, ceilings), ceilings
 
 
+def prepare(jobs: Sequence[Job], options: Options) -> Iterator[str]:
+    """Compiles our kernels for all jobs side by side, as one after the other they take longer than the measurements.
+
+    Yields the specification of each layer when its kernels are ready. What fails here fails again, and is told, in ``measure``.
+    """
+    if options.device.type != "cuda":
+        return
+    wanted = dict.fromkeys((job.case, job.dtype, job.direction) for job in jobs if _too_large(job, options) is None)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        tasks = {pool.submit(_prepare, *key, options): key[0].spec for key in wanted}
+        for task in as_completed(tasks):
+            yield tasks[task]
+
+
+def _prepare(case: Case, dtype: str, direction: str, options: Options) -> None:
+    for layout in options.layouts:
+        operands = Operands.hollow(case, DTYPES[dtype], options.device, layout)
+        for operator, arguments in calls(case, direction, operands):
+            with suppress(Exception):
+                operator.prepare(*arguments)
+
+
 def measure(job: Job, options: Options, ceilings: Ceilings) -> list[Row]:
     """The rows of one job, one per layout. A case that does not fit or fails says so in its rows; it never raises."""
     rows = {layout: _blank(job, layout) for layout in options.layouts}
@@ -100,10 +124,17 @@ def measure(job: Job, options: Options, ceilings: Ceilings) -> list[Row]:
     if reason is not None:
         for row in rows.values():
             row.status, row.reason = "skipped", reason
-    gc.collect()
-    if options.device.type == "cuda":
-        torch.cuda.empty_cache()
+    _tidy(job, options.device)
     return list(rows.values())
+
+
+def _tidy(job: Job, device: torch.device) -> None:
+    """Gives memory back after cases that take much of it; after others that would cost more time than the measurement."""
+    if job.case.memory(DTYPES[job.dtype]) < available_memory(device) // 16:
+        return
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _blank(job: Job, layout: str) -> Row:

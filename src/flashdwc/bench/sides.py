@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.op import Operator
 from .case import LAYOUTS, Case
 
 Run = Callable[[], object]
@@ -32,6 +33,13 @@ class Operands:
         weight = torch.randn(case.weight_shape, device=device).mul_(scale).to(dtype)
         return cls(x, weight, _random(case.output_shape, dtype, device))
 
+    @classmethod
+    def hollow(cls, case: Case, dtype: torch.dtype, device: torch.device, layout: str) -> Operands:
+        """Operands that hold nothing yet, for plans."""
+        made = cls.make(case, dtype, torch.device("meta")).to(layout, sliced=case.sliced)
+        like = (made.x, made.weight, made.grad)
+        return cls(*(torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=device) for t in like))
+
     def to(self, layout: str, *, sliced: bool) -> Operands:
         memory_format = LAYOUTS[layout]
         grad = self.grad.contiguous(memory_format=memory_format)
@@ -53,13 +61,25 @@ def ours(case: Case, direction: str, t: Operands) -> Run:
         return lambda: forward(t.x, t.weight)
     if direction == "train":
         return _train(forward, t)
+    ((operator, arguments),) = calls(case, direction, t)
+    return lambda: operator(*arguments)
+
+
+def calls(case: Case, direction: str, t: Operands) -> list[tuple[Operator, tuple]]:
+    """The operators that our side runs, with their arguments."""
+    from flashdwc.ops import depthwise_operators as operators
+
     left, right, top, bottom = case.pads
-    stride, padding, dilation = (case.stride,) * 2, (top, bottom, left, right), (case.dilation,) * 2
-    x, weight, grad = t.x, t.weight, t.grad
-    x_size, w_size, w_stride = tuple(x.shape), tuple(weight.shape), tuple(weight.stride())
-    if direction == "input_grad":
-        return lambda: depthwise.input_grad(grad, weight, x_size, stride, padding, dilation, "auto", "auto")
-    return lambda: depthwise.weight_grad(grad, x, w_size, w_stride, stride, padding, dilation, "auto", "auto")
+    geometry = (case.stride,) * 2, (top, bottom, left, right), (case.dilation,) * 2, "auto", "auto"
+    found = {
+        "forward": (operators.forward, (t.x, t.weight, None, *geometry)),
+        "input_grad": (operators.input_grad, (t.grad, t.weight, tuple(t.x.shape), *geometry)),
+        "weight_grad": (
+            operators.weight_grad,
+            (t.grad, t.x, tuple(t.weight.shape), tuple(t.weight.stride()), *geometry),
+        ),
+    }
+    return list(found.values()) if direction == "train" else [found[direction]]
 
 
 def torchs(case: Case, direction: str, t: Operands, *, compile: bool = False, graphs: bool = True) -> Run:

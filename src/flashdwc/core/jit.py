@@ -55,6 +55,7 @@ def _cuda_core() -> Any:
     """The module, imported by one thread at a time: two at once see it half made."""
     with _lock:
         import cuda.core
+        from cuda.bindings import driver, nvrtc  # noqa: F401
 
         return cuda.core
 
@@ -165,30 +166,30 @@ def _write_entry(path: Path, cubin: bytes, source: str) -> None:
 
 def load(name: str, macros: Mapping[str, int], device: torch.device, shared_bytes: int) -> int:
     """Handle of the kernel ``name`` on a device, compiled and loaded where it is not yet."""
-    core = _cuda_core()
+    key = (_full_source(name, macros), device.index or 0)
+    if key not in _kernels:
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                f"{name} would have to be compiled during the capture of a CUDA graph: call it once with these shapes first"
+            )
+        cubin = build(name, macros, architecture(device))  # not under the lock: threads compile side by side
+        with _lock, torch.cuda.device(device):
+            if key not in _kernels:
+                _kernels[key] = _load_cubin(name, cubin, device, shared_bytes)  # kept, so that the module stays loaded
+    return int(_kernels[key].handle)
+
+
+def _load_cubin(name: str, cubin: bytes, device: torch.device, shared_bytes: int) -> Any:
     from cuda.bindings import driver
 
-    key = (_full_source(name, macros), device.index or 0)
-    with _lock:
-        if key not in _kernels:
-            if torch.cuda.is_current_stream_capturing():
-                raise CaptureError(
-                    f"{name} would have to be compiled during the capture of a CUDA graph: call it once with these shapes first"
-                )
-            with torch.cuda.device(device):
-                torch.cuda.current_stream().query()  # makes the device's context current in this thread
-                kernel = core.ObjectCode.from_cubin(build(name, macros, architecture(device)), name=name).get_kernel(
-                    name
-                )
-                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                (code,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device.index or 0)
-                if code != driver.CUresult.CUDA_SUCCESS:
-                    capability = torch.cuda.get_device_capability(device)
-                    raise LaunchError(
-                        f"{name}: {shared_bytes} bytes of shared memory refused, capability {capability}: {code!r}"
-                    )
-            _kernels[key] = kernel  # keeps the module loaded
-    return int(_kernels[key].handle)
+    torch.cuda.current_stream().query()  # makes the device's context current in this thread
+    kernel = _cuda_core().ObjectCode.from_cubin(cubin, name=name).get_kernel(name)
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (code,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device.index or 0)
+    if code != driver.CUresult.CUDA_SUCCESS:
+        capability = torch.cuda.get_device_capability(device)
+        raise LaunchError(f"{name}: {shared_bytes} bytes of shared memory refused, capability {capability}: {code!r}")
+    return kernel
 
 
 @lru_cache(maxsize=1)

@@ -118,18 +118,32 @@ class Operator:
         return self._run(args[: self.tensors], args[self.tensors :])
 
     def _run(self, tensors: tuple, constants: tuple) -> Tensor:
-        key = constants
+        key = self._key(tensors, constants)
+        plan = self._plans.get(key)
+        y = (self._new_plan(key, tensors, constants) if plan is None else plan)(*tensors)
+        return y.detach() if y._is_view() else y  # autograd forbids in-place changes of a custom function's view
+
+    def prepare(self, *args: Any) -> None:
+        """Makes the plan for these arguments' metadata, compiles its kernels, and runs nothing."""
+        tensors, constants = args[: self.tensors], args[self.tensors :]
+        key = self._key(tensors, constants)
+        if key not in self._plans:
+            self._new_plan(key, tensors, constants)
+
+    def _key(self, tensors: tuple, constants: tuple) -> tuple:
         for t in tensors:
             # the address decides how wide a kernel may load
-            key += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._make_plan(tensors + constants)
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
-        y = plan(*tensors)
-        return y.detach() if y._is_view() else y  # autograd forbids in-place changes of a custom function's view
+            constants += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
+        return constants
+
+    def _new_plan(self, key: tuple, tensors: tuple, constants: tuple) -> Plan:
+        args = tensors + constants
+        self.check(*args)
+        plan = choose(self.name, self.backends, args, args[-1]).plan(*args)
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
 
     def explain(self, *args: Any) -> Explanation:
         self.check(*args)
@@ -143,10 +157,6 @@ class Operator:
     def _decomposed(self, *args: Any) -> Tensor:
         """In PyTorch's own operators, for what traces through to them."""
         return self.backends[-1].plan(*args)(*args[: self.tensors])
-
-    def _make_plan(self, args: tuple) -> Plan:
-        self.check(*args)
-        return choose(self.name, self.backends, args, args[-1]).plan(*args)
 
     def _record(self, *args: Any) -> Tensor:
         recorder = args[-1]
