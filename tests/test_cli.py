@@ -83,6 +83,23 @@ def test_explain_of_a_shape(capsys, shape):
         assert operator in text
 
 
+@pytest.mark.parametrize("command", ["explain", "warmup"])
+@pytest.mark.parametrize(
+    "option", [["--batch", "2"], ["--dtype", "fp16"], ["--layout", "contiguous"], ["--input", "3x9x9"]]
+)
+def test_a_shape_names_its_own_options(capsys, command, option):
+    line = fails(capsys, 2, command, "2x16x14x14", "--device", "cpu", *option)
+    assert line.startswith(f"flashdwc: {option[0]}: is for models")
+
+
+def test_explain_names_the_formulation_on_a_cpu(capsys):
+    from flashdwc.kernels.cpu.depthwise import FORMULATIONS
+
+    assert main(["explain", "2x16x14x14:k3", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert sum(text.count(formulation) for formulation in FORMULATIONS.values()) == 3  # forward and two gradients
+
+
 def test_explain_of_a_model(capsys):
     arguments = [
         "explain",

@@ -73,14 +73,24 @@ def _explain(options: argparse.Namespace) -> None:
 
     device = _device(options.device)
     if is_shape(options.what):
+        _refuse_model_options(options)
         print(ahead.explain_shape(options.what, device))
     else:
         print(ahead.explain_model(options.what, _request(options), device))
 
 
+def _refuse_model_options(options: argparse.Namespace) -> None:
+    for name in ("input", "batch", "dtype", "layout"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name}: is for models; a shape names its own, as in 8x96x56x56:k7:fp16:nhwc", code=2)
+
+
 def _warmup(options: argparse.Namespace) -> None:
     from .bench import ahead
+    from .bench.case import is_shape
 
+    if is_shape(options.what):
+        _refuse_model_options(options)
     device = _device(options.device)
     if device.type != "cuda":
         print("nothing to compile: on a CPU flashdwc runs PyTorch operators")
@@ -147,7 +157,7 @@ def _device(name: str | None) -> torch.device:
 def _request(options: argparse.Namespace):
     from .bench import ahead
 
-    return ahead.Request(options.input, options.batch or [1], options.dtype or ["fp32"], options.layout)
+    return ahead.Request(options.input, options.batch or [1], options.dtype or ["fp32"], options.layout or "contiguous")
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -227,9 +237,8 @@ def _add_model_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--layout",
-        default="contiguous",
         choices=("contiguous", "channels_last"),
-        help="memory format of a model and its input (default %(default)s)",
+        help="memory format of a model and its input (default contiguous)",
     )
     _add_device(command)
 

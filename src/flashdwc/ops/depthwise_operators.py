@@ -252,12 +252,11 @@ def _vmap_weight_grad(
 # --- the CPU backend ---------------------------------------------------------------------------------------------------
 
 
-def _on_cpu(plan: Callable[..., Plan]) -> Backend:
+def _on_cpu(plan: Callable[..., Plan], describe: Callable[..., str]) -> Backend:
     def why_not(x: Tensor, *_: Any) -> str | None:
         return None if x.device.type == "cpu" else f"the tensors are on {x.device}"
 
-    formulation = "PyTorch operators in the formulation that is fast for the shape"
-    return Backend("cpu", why_not, plan, describe=lambda *_: formulation)
+    return Backend("cpu", why_not, plan, describe=describe)
 
 
 def _plan_forward_on_cpu(x, w, b, stride, padding, dilation, *_: Any) -> Plan:
@@ -348,7 +347,7 @@ forward: Operator = Operator(
     f"depthwise_conv(Tensor x, Tensor w, Tensor? b, {_GEOMETRY}) -> Tensor",
     tensors=3,
     reference=reference.depthwise_conv,
-    backends=(cuda.forward, _on_cpu(_plan_forward_on_cpu), native.forward),
+    backends=(cuda.forward, _on_cpu(_plan_forward_on_cpu, cpu.describe_forward), native.forward),
     check=_check_forward,
     fake=_fake_forward,
     setup_context=_save,
@@ -365,7 +364,7 @@ input_grad: Operator = Operator(
     f"depthwise_conv_input_grad(Tensor dy, Tensor w, SymInt[] input_size, {_GEOMETRY}) -> Tensor",
     tensors=2,
     reference=reference.depthwise_conv_input_grad,
-    backends=(cuda.input_grad, _on_cpu(_plan_input_grad_on_cpu), native.input_grad),
+    backends=(cuda.input_grad, _on_cpu(_plan_input_grad_on_cpu, cpu.describe_input_grad), native.input_grad),
     check=_check_input_grad,
     fake=_fake_input_grad,
     setup_context=_save,
@@ -380,7 +379,7 @@ weight_grad: Operator = Operator(
     f"depthwise_conv_weight_grad(Tensor dy, Tensor x, SymInt[] weight_size, SymInt[] weight_stride, {_GEOMETRY}) -> Tensor",
     tensors=2,
     reference=reference.depthwise_conv_weight_grad,
-    backends=(cuda.weight_grad, _on_cpu(_plan_weight_grad_on_cpu), native.weight_grad),
+    backends=(cuda.weight_grad, _on_cpu(_plan_weight_grad_on_cpu, cpu.describe_weight_grad), native.weight_grad),
     check=_check_weight_grad,
     fake=_fake_weight_grad,
     setup_context=_save,

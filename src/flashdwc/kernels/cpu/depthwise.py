@@ -89,6 +89,41 @@ def prepare_forward(
     return lambda x, w, b: _in_format(_forward_by(plan, x, w, b, stride, padding, dilation), channels_last)
 
 
+# What the plans do, for `explain`; the comment on top says where each applies.
+FORMULATIONS = {
+    "direct": "PyTorch's convolution as it is",
+    "torch": "PyTorch's gradient as it is",
+    "pixel": "the channels_last kernel, on a copy",
+    "transposed": "the transposed convolution by the rotated filter",
+    "rotated": "a convolution by the rotated filter",
+    "convolution": "a convolution of the input by the output gradient",
+    "dilation phases": "an undilated convolution of each interleaved sub-map",
+    "guarded": "PyTorch's convolution if the weights are finite, else a sum over taps",
+    "one channel": "the batch folded into channels",
+    "multiplier": "input channels repeated",
+    "crop": "padded evenly, then cropped",
+    "pad": "padded first",
+    "float32": "in float32",
+    "empty": "nothing to compute",
+}
+
+
+def describe_forward(
+    x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, padding: Ints, dilation: Ints, *_: str
+) -> str:
+    return FORMULATIONS[_plan_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)]
+
+
+def describe_input_grad(dy: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, *_: str) -> str:
+    return FORMULATIONS[_plan_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)]
+
+
+def describe_weight_grad(
+    dy: Tensor, x: Tensor, size: Ints, strides: Ints, stride: Ints, padding: Ints, dilation: Ints, *_: str
+) -> str:
+    return FORMULATIONS[_plan_weight_grad(x.dtype, x.shape, x.stride(), size, stride, padding, dilation)]
+
+
 def input_grad(
     dy: Tensor,  # [N, C * m, *spatial]
     w: Tensor,  # [C * m, 1, *kernel]
