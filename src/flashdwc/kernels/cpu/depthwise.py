@@ -12,8 +12,9 @@ by stored zeros, which makes NaN: the doors decide the values that such weights 
 
 Forward
   inside a door                       PyTorch's convolution as it is
-  contiguous, wide padding            the pixel kernel on a channels_last copy
-  channels_last, 12 or 13 columns     the transposed convolution by the rotated filter: the pixel kernel is slow there
+  contiguous, wide padding            AVX-512: the pixel kernel on a channels_last copy; AVX2: the transposed convolution
+  channels_last, where pixels are     the transposed convolution by the rotated filter: AVX-512: 12 or 13 columns; AVX2: 5 or
+  slower                              more on maps that are large against them
   dilation outside the planar door    an undilated convolution of the interleaved sub-maps, folded into the batch
   one channel                         no kernel is depthwise for it: the batch becomes the channels
   unequal padding                     both sides padded by the larger amount, the result cropped
@@ -22,7 +23,7 @@ Forward
   float64; stride with wide dilation  PyTorch's convolution if the weights are finite, else a sum over taps
 
 Input gradient
-  stride 1, much work or dilation     `forward` of dy by the rotated filter
+  stride 1, dilation or where faster  `forward` of dy by the rotated filter
   else                                PyTorch's transposed convolution, which has a planar kernel for any padding
 
 Weight gradient, summed in float32 at least
@@ -181,15 +182,15 @@ def _plan_forward(
     if size[1] == 1:
         return "one channel"
     channels_last = _suggests_channels_last(size, strides) or _suggests_channels_last(w_size, w_strides)
+    transposable = rank == 2 and max(stride) == 1 and max(padding) < min(kernel)
     if not dilated and (channels_last or rank == 3):
-        slow = rank == 2 and kernel[1] in _SLOWEST_PIXEL_COLUMNS and min(size[2:]) >= _SMALL_MAP
-        return "transposed" if slow and max(stride) == 1 and max(padding) < min(kernel) else "direct"
+        return "transposed" if transposable and _pixels_are_slower(kernel[1], min(size[2:])) else "direct"
     columns = reference.conv_output_size(size[2:], kernel, stride, padding, dilation)[-1]
     narrow = padding[-1] <= min(_REGISTER_BLOCK, columns)
     if rank == 2 and narrow and all(p <= d * (k - 1) for p, d, k in zip(padding[::2], dilation, kernel)):
         return "direct"
     if not dilated:
-        return "pixel"
+        return "transposed" if transposable and _REGISTER_BLOCK == 4 else "pixel"
     return "dilation phases" if max(stride) == 1 else "guarded"
 
 
@@ -219,6 +220,9 @@ def _plan_input_grad(
     if not symmetric(padding) or len(stride) == 3 or max(dilation) > 1:
         return "rotated"
     columns, channels_last = w_size[-1], _suggests_channels_last(dy_size, dy_strides)
+    if _REGISTER_BLOCK == 4:
+        small, inside = min(size[2:]) <= _SMALL_MAP, max(columns - 1 - p for p in padding[2:]) <= _REGISTER_BLOCK
+        return "rotated" if (small and columns > 10 if channels_last else inside) else "torch"
     products = math.prod(size) * math.prod(map(min, size[2:], w_size[2:]))
     pixel_is_faster = columns not in _SLOW_PIXEL_COLUMNS and (channels_last or columns > _SLOW_PIXEL_COLUMNS[-1])
     return "rotated" if pixel_is_faster and products >= _WORTH_ROTATING and min(size[2:]) >= _SMALL_MAP else "torch"
@@ -245,6 +249,13 @@ def _plan_weight_grad(
         return "convolution"
     # oneDNN's strided bfloat16 kernel reads past narrow maps
     return "torch" if _has_kernels(dtype, w_size) and max(stride) == 1 else "float32"
+
+
+def _pixels_are_slower(columns: int, map_side: int) -> bool:
+    """Than the transposed convolution, for channels_last."""
+    if _REGISTER_BLOCK == 4:
+        return 5 <= columns and map_side >= max(28, 1.8 * columns)
+    return columns in _SLOWEST_PIXEL_COLUMNS and map_side >= _SMALL_MAP
 
 
 def _has_kernels(dtype: torch.dtype, w_size: Ints) -> bool:
