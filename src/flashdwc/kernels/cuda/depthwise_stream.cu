@@ -7,7 +7,8 @@
 // Between two barriers every warp does two things that do not depend on each other, half of the warps in the one order, half in the
 // other, so that memory, shared memory and tensor cores are busy at the same time:
 //   multiply:  step s from the ring into one of two output tiles
-//   move:      store the outputs of step s - 1; place the rows of step s + 1, fetched an interval ago; fetch those of step s + 2
+//   move:      store the outputs of step s - 1; place the rows of step s + 1, fetched an interval ago; fetch those of step s + 2.
+//              The second half of the threads starts on the outputs, the first on the rows, as neither is work for all.
 #include "toeplitz.cuh"
 
 constexpr int OUT_ROWS = GROUPS * ROWS, HALO = (KH - 1) * DH, RING_ROWS = 2 * OUT_ROWS + HALO;
@@ -98,8 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_s
   const int channel = blockIdx.x % p.channel_blocks * CHANNELS;
 
   Raw<Input> raw[PER_THREAD];
-  Step last, now, next;
-  last.strip = -1, last.number = -1;
+  Step now, next;
   now.strip = blockIdx.x / p.channel_blocks, now.fresh = HALO;
   enter_strip(now, p);
   fetch_fresh(raw, fresh_origin(now, channel, p), p);
@@ -110,28 +110,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_s
   if (next.strip >= 0) fetch_fresh(raw, fresh_origin(next, channel, p), p);
   __syncthreads();
 
-  bool bad = false;
-  int half = 0;  // of the outputs, for the present step
-  while (now.strip >= 0 || last.strip >= 0) {
+  __shared__ int places[2][3];  // of the outputs in the two halves: registers are dear
+  bool staged = false, bad = false;  // of the last step: has outputs; has such as are not finite
+  int half = 0;                      // for the outputs of the present step
+  while (now.strip >= 0 || staged) {
     const Step after = following(next, p);
+    const bool multiplies = now.strip >= 0 && now.number >= 0;
+    if (threadIdx.x == 0) places[half][0] = now.image, places[half][1] = now.row, places[half][2] = now.column;
     u32 watched = 0;
 #pragma unroll 1
     for (int turn = 0; turn < 2; ++turn) {
       if ((turn ^ threadIdx.x / 32) & 1) {
-        if (now.strip >= 0 && now.number >= 0)
+        if (multiplies)
           multiply(planes, outputs + half * Output::size, filters, starts, in_ring(now.fresh + 2 * OUT_ROWS), channel, p, watched);
       } else {
-        if (last.strip >= 0 && last.number >= 0) {
-          const Origin out = {last.image, last.row, last.column, channel, p.images, p.out_rows, p.out_columns, p.channels};
-          if (bad) tile_by_taps<Output>(p, last.image, last.row, last.column, channel);
-          else store_tile<Output, THREADS, true>(outputs + (half ^ 1) * Output::size, p.y, out);
+        if (staged) {
+          const auto [image, row, column] = places[half ^ 1];
+          const Origin out = {image, row, column, channel, p.images, p.out_rows, p.out_columns, p.channels};
+          if (bad) tile_by_taps<Output>(p, image, row, column, channel);
+          else store_tile<Output, THREADS, true, THREADS / 2>(outputs + (half ^ 1) * Output::size, p.y, out);
         }
         if (next.strip >= 0) place_fresh(planes, raw, next.fresh, fresh_origin(next, channel, p));
         if (after.strip >= 0) fetch_fresh(raw, fresh_origin(after, channel, p), p);
       }
     }
     bad = __syncthreads_or(watched_non_finite(watched));
-    last = now, now = next, next = after;
+    staged = multiplies, now = next, next = after;
     half ^= 1;
   }
 }
