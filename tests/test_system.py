@@ -156,6 +156,40 @@ def test_eight_threads_on_one_operator():
         list(pool.map(hammer, range(8)))
 
 
+def test_a_call_like_an_earlier_one_is_still_checked_and_seen_by_all():
+    """A second call skips the checks that the first has passed; whatever differs from the first goes the long way."""
+    x, w, b = torch.randn(2, 4, 9, 9), torch.randn(4, 1, 3, 3), torch.randn(4)
+
+    def call(x=x, w=w, b=b, padding=1, **options):
+        return depthwise_conv2d(x, w, b, 1, padding, **options)
+
+    expected = call()
+    assert torch.equal(call(), expected)
+    assert torch.equal(call(padding=[1, 1]), expected)  # a list has no hash
+    assert not call().requires_grad
+    assert call(w=w.requires_grad_()).requires_grad
+    call(w=w).sum().backward()
+    assert w.grad is not None
+    w = w.detach()
+    for wrong, message in (
+        ({"b": b.double()}, "bias: expected the dtype"),
+        ({"w": torch.randn(6, 1, 3, 3)}, "weight: expected shape"),
+        ({"padding": -1}, "padding: expected non-negative"),
+        ({"padding_mode": "none"}, "padding_mode: expected"),
+        ({"impl": "best"}, "impl"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(**wrong)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call().dtype is torch.bfloat16
+    torch.testing.assert_close(torch.func.vmap(lambda x: call(x=x[None])[0])(x), expected)
+    _, tangent = torch.func.jvp(lambda x: call(x=x), (x,), (x,))
+    torch.testing.assert_close(tangent, expected - b.view(-1, 1, 1))
+    assert torch.equal(call(), expected)
+    call().add_(1)
+    assert torch.equal(call(), expected)
+
+
 def test_plans_are_bounded(monkeypatch):
     from flashdwc.core import op
     from flashdwc.ops.depthwise import forward
@@ -165,6 +199,7 @@ def test_plans_are_bounded(monkeypatch):
     for n in range(3, 40):
         depthwise_conv2d(torch.randn(1, 2, n, 3), torch.randn(2, 1, 3, 3))
         assert len(forward._plans) <= 8
+        assert len(forward._calls) <= 8
 
 
 # --- tracers ---------------------------------------------------------------------------------------------------------

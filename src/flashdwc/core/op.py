@@ -7,12 +7,14 @@ A call takes one of two ways, both made from the same declaration:
 * the eager way: a plain ``autograd.Function`` where a gradient, a tangent or a ``torch.func`` transform asks for one, else
   the backend directly. It is three times cheaper on the host, and carries forward-mode AD.
 
-Both end in :meth:`Operator.run`, which keeps one plan (backend, specialisation, launch) for each set of metadata.
+Both end in a plan (backend, specialisation, launch), one for each set of metadata. A public function may go past its own
+checks too: :meth:`Operator.recall` answers a call that is like an earlier one, down to the options as the user gave them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,6 +34,17 @@ _any_autocast = torch._C._is_any_autocast_enabled
 _transforms_active = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # of ``torch.autograd.grad(is_grads_batched=True)``
+
+
+def _ordinary() -> bool:
+    """Whether nothing is active that wants to see a call or to change it."""
+    return not (
+        _transforms_active()
+        or forward_ad._current_level >= 0
+        or _dispatch_modes()
+        or _any_autocast()
+        or _tracing_state() is not None
+    )
 
 
 class Operator:
@@ -63,6 +76,7 @@ class Operator:
         self.reference, self.backends, self.check, self.fake = reference, tuple(backends), check, fake
         self.cost, self.samples, self.gradients, self.casts = cost, samples, gradients, casts
         self._plans: dict[tuple, Plan] = {}
+        self._calls: dict[tuple, tuple[tuple, Plan]] = {}  # constants and plan of calls that may be recalled
         self._function, self._transformable = _autograd_functions(self, setup_context, backward, jvp, vmap)
         self._registered = self._register(schema, setup_context, backward, vmap)
 
@@ -86,12 +100,51 @@ class Operator:
             return self._registered(*args)
         if _any_autocast():
             return self._past_autocast(self._recorded if differentiable and _grad_enabled() else self.run, args)
+        return self._recorded(*args) if differentiable and _grad_enabled() else self.run(*args)
+
+    def recall(self, tensors: tuple[Tensor | None, ...], options: tuple) -> Tensor | None:
+        """The result of a call that is like one of :meth:`remember`; None where it is not, or is not an ordinary one.
+
+        Ordinary are plain tensors outside of compilation, modes, transforms, tracing and autocast.
+        """
+        if not _ordinary():
+            return None
+        differentiable, key = False, options
+        for t in tensors:
+            if t is None:
+                key += (None,)
+                continue
+            if t.__class__ not in _PLAIN_TYPES or t.is_neg() or _is_legacy_batched(t):
+                return None
+            if t.requires_grad:
+                differentiable = True
+            key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
+        try:
+            found = self._calls.get(key)
+        except TypeError:  # lists have no hash
+            return None
+        if found is None:
+            return None
+        constants, plan = found
         if differentiable and _grad_enabled():
-            return self._function(*tensors, args[self.tensors :])
-        return self._run(tensors, args[self.tensors :])
+            return self._function(*tensors, constants, plan)
+        y = plan(*tensors)
+        return y.detach() if y._is_view() else y
+
+    def remember(self, tensors: tuple[Tensor | None, ...], options: tuple, constants: tuple) -> None:
+        """Lets :meth:`recall` answer calls like this one, for which a plan has been made."""
+        if not _ordinary() or not all(t is None or t.__class__ in _PLAIN_TYPES for t in tensors):
+            return
+        plan = self._plans.get(self._key(tensors, constants))
+        if plan is not None:
+            if len(self._calls) >= MAX_PLANS:
+                self._calls.clear()
+            with suppress(TypeError):  # lists have no hash
+                self._calls[self._key(tensors, options)] = constants, plan
 
     def _recorded(self, *args: Any) -> Tensor:
-        return self._function(*args[: self.tensors], args[self.tensors :])
+        tensors, constants = args[: self.tensors], args[self.tensors :]
+        return self._function(*tensors, constants, self._plan(tensors, constants))
 
     def _compiled(self, *args: Any) -> Tensor:
         # ONNX knows PyTorch's own operators only, and they alone carry tangents through a compiled graph
@@ -115,20 +168,17 @@ class Operator:
 
     def run(self, *args: Any) -> Tensor:
         """Runs the plan for these arguments' metadata; makes it first where there is none."""
-        return self._run(args[: self.tensors], args[self.tensors :])
-
-    def _run(self, tensors: tuple, constants: tuple) -> Tensor:
-        key = self._key(tensors, constants)
-        plan = self._plans.get(key)
-        y = (self._new_plan(key, tensors, constants) if plan is None else plan)(*tensors)
+        tensors = args[: self.tensors]
+        y = self._plan(tensors, args[self.tensors :])(*tensors)
         return y.detach() if y._is_view() else y  # autograd forbids in-place changes of a custom function's view
 
     def prepare(self, *args: Any) -> None:
         """Makes the plan for these arguments' metadata, compiles its kernels, and runs nothing."""
-        tensors, constants = args[: self.tensors], args[self.tensors :]
+        self._plan(args[: self.tensors], args[self.tensors :])
+
+    def _plan(self, tensors: tuple, constants: tuple) -> Plan:
         key = self._key(tensors, constants)
-        if key not in self._plans:
-            self._new_plan(key, tensors, constants)
+        return self._plans.get(key) or self._new_plan(key, tensors, constants)
 
     def _key(self, tensors: tuple, constants: tuple) -> tuple:
         for t in tensors:
@@ -212,13 +262,14 @@ def _autograd_functions(operator: Operator, setup: Callable, grad: Callable, tan
     class Plain(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Tensor:  # type: ignore[override]
-            tensors, constants = args[:-1], args[-1]  # as one: each argument costs half a microsecond
+            *tensors, constants, plan = args  # constants as one: each argument costs half a microsecond
             setup(ctx, tensors, constants)
-            return operator._run(tensors, constants)
+            y = plan(*tensors)
+            return y.detach() if y._is_view() else y
 
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor) -> tuple:  # type: ignore[override]
-            return *grad(ctx, grad_output), None
+            return *grad(ctx, grad_output), None, None
 
     class Transformable(torch.autograd.Function):
         @staticmethod

@@ -114,12 +114,18 @@ def _convolve(
         options = {"padding_mode": mode, "precision": precision, "impl": impl}
         operands = (input, weight, bias, stride, padding, dilation)
         return handle_torch_function(function, (input,), *operands, **options)
+    eager = not torch.compiler.is_compiling()
+    operands, options = (input, weight, bias), (n, stride, padding, dilation, mode, precision, impl)
+    if eager and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor)):
+        y = forward.recall(operands, options)
+        if y is not None:
+            return y
     _check_ranks(n, input, weight, bias)
     unbatched = input.dim() == n + 1
     if unbatched:
         input = input.unsqueeze(0)
     kernel: tuple[int, ...] = weight.shape[2:]
-    if torch.compiler.is_compiling():
+    if not eager:
         stride, padding, dilation = _geometry(n, stride, padding, dilation, kernel)
     else:
         if torch._C._get_tracing_state() is not None:  # torch.jit.trace makes tensors of sizes
@@ -134,7 +140,10 @@ def _convolve(
     if n == 1:
         input, weight = input.unsqueeze(2), weight.unsqueeze(2)
         stride, padding, dilation = (1, *stride), (0, 0, *padding), (1, *dilation)
-    y = forward(input, weight, bias, stride, padding, dilation, precision or "auto", impl)
+    constants = (stride, padding, dilation, precision or "auto", impl)
+    y = forward(input, weight, bias, *constants)
+    if eager and input is operands[0] and impl.__class__ is str:  # the operator takes the operands as they came
+        forward.remember(operands, options, constants)
     if n == 1:
         y = _without_dimension(y, 2)
     return _without_dimension(y, 0) if unbatched else y
