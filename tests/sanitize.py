@@ -1,0 +1,55 @@
+"""Every CUDA kernel on small awkward problems, for ``compute-sanitizer``, whose checks make the GPU tests take hours:
+
+compute-sanitizer --tool memcheck --report-api-errors no python tests/sanitize.py      # likewise racecheck, initcheck
+"""
+
+from __future__ import annotations
+
+import torch
+from support import channels_last
+from torch import Tensor
+
+from flashdwc import depthwise_conv2d
+from flashdwc.kernels.cuda import depthwise_stream
+
+# Input size, kernel, stride, padding (also left, right, top, bottom), dilation, multiplier, layout.
+CASES = [
+    ((2, 40, 29, 61), (7, 7), 1, 3, 1, 1, channels_last),  # these stream
+    ((1, 64, 17, 33), (3, 3), 1, 1, 1, 1, channels_last),
+    ((1, 48, 20, 70), (5, 5), 1, 2, 1, 1, channels_last),
+    ((1, 32, 18, 34), (7, 7), 1, 6, 2, 1, channels_last),
+    ((1, 16, 30, 40), (13, 13), 1, 6, 1, 1, channels_last),
+    ((2, 37, 20, 21), (3, 3), 1, 1, 1, 1, channels_last),  # few taps
+    ((2, 24, 15, 15), (5, 5), 2, 2, 1, 1, channels_last),
+    ((3, 100, 7, 7), (7, 7), 1, 3, 1, 1, channels_last),  # tiles
+    ((2, 12, 14, 14), (7, 7), 1, 3, 1, 2, channels_last),
+    ((1, 16, 28, 28), (31, 31), 1, 15, 1, 1, channels_last),
+    ((2, 16, 12, 16), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
+    ((1, 8, 28, 26), (13, 13), 2, 6, 1, 1, Tensor.contiguous),
+    ((2, 33, 15, 15), (5, 5), 1, 2, 1, 1, Tensor.contiguous),  # planes
+    ((2, 16, 14, 14), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
+    ((3, 8, 7, 7), (3, 3), 1, 3, 3, 1, Tensor.contiguous),
+    ((1, 24, 1, 1000), (1, 4), 1, (3, 0, 0, 0), 1, 1, Tensor.contiguous),
+]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    depthwise_stream.ENOUGH_OUTPUTS = 0
+    for size, kernel, stride, padding, dilation, multiplier, layout in CASES:
+        x = layout(torch.randn(size, device="cuda", dtype=torch.half)).requires_grad_()
+        w, b = (
+            torch.randn(size[1] * multiplier, *shape, device="cuda", dtype=torch.half) for shape in ((1, *kernel), ())
+        )
+        w.requires_grad_()
+        y = depthwise_conv2d(x, w, b, stride, padding, dilation, impl="cuda")
+        torch.autograd.grad(y, (x, w), torch.ones_like(y))
+        with torch.no_grad():  # what is not finite goes another way
+            x[0, 1, 0, 0], w[3, 0, 0, 0] = torch.inf, torch.nan
+            depthwise_conv2d(x, w, b, stride, padding, dilation, impl="cuda")
+    torch.cuda.synchronize()
+    print(f"{len(CASES)} problems")
+
+
+if __name__ == "__main__":
+    main()
