@@ -131,7 +131,7 @@ def test_refused_before_anything_runs(name, monkeypatch):
 
 def test_the_recorder_of_plans_records(monkeypatch):
     made = ran(monkeypatch)
-    forward._plans.clear()
+    forward._plans.clear(), forward._calls.clear()
     depthwise_conv2d(X, W)
     assert made == ["cpu"]
 
@@ -172,13 +172,13 @@ def test_cuda_kernels_on_the_cpu_are_refused_with_the_reason():
 
 def test_a_forced_implementation_never_falls_back(monkeypatch):
     monkeypatch.setattr("flashdwc.core.backend.config", config.Config(config.config.cache_dir, "cuda", False))
-    forward._plans.clear()
+    forward._plans.clear(), forward._calls.clear()
     try:
         with pytest.raises(flashdwc.UnsupportedError, match="cuda"):
             depthwise_conv2d(X, W)
         assert depthwise_conv2d(X, W, impl="torch").shape == X[..., 2:, 2:].shape
     finally:
-        forward._plans.clear()
+        forward._plans.clear(), forward._calls.clear()
 
 
 def test_a_refusal_leaves_no_trace():

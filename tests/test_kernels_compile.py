@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from flashdwc.core import jit
+from flashdwc.kernels.cuda.depthwise_tensor_core import STATIC_BYTES
 from flashdwc.kernels.reference import conv_output_size
 from flashdwc.ops.depthwise_operators import forward, input_grad, weight_grad
 
 pytestmark = pytest.mark.skipif(jit.why_unavailable() is not None, reason="cuda-core is not installed")
 
+FILL_SHARED_MEMORY = {"depthwise_conv", "depthwise_stream", "depthwise_weight_grad"}
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
 
 # Images, channels, height, width, kernel, stride, padding, dilation, multiplier, layout.
@@ -141,6 +143,8 @@ def test_compiles_without_spills(arch, case, specialisations):
         for stack, *spills in frames:
             assert spills == ["0", "0"], f"{name} spills registers: {macros}\n{log}"
             assert stack == "0", f"{name} keeps an array on the stack: {macros}\n{log}"
+        static = [int(n) for n in re.findall(r"(\d+) bytes smem", log)]
+        assert name not in FILL_SHARED_MEMORY or sum(static) <= STATIC_BYTES, f"{name}: more than the planner counts"
 
 
 def test_cases_reach_every_kernel(specialisations):

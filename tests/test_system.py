@@ -195,7 +195,7 @@ def test_plans_are_bounded(monkeypatch):
     from flashdwc.ops.depthwise import forward
 
     monkeypatch.setattr(op, "MAX_PLANS", 8)
-    forward._plans.clear()
+    forward._plans.clear(), forward._calls.clear()
     for n in range(3, 40):
         depthwise_conv2d(torch.randn(1, 2, n, 3), torch.randn(2, 1, 3, 3))
         assert len(forward._plans) <= 8

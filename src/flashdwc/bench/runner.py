@@ -95,15 +95,18 @@ def prepare(jobs: Sequence[Job], options: Options) -> Iterator[str]:
     wanted = dict.fromkeys((job.case, job.dtype, job.direction) for job in jobs if _too_large(job, options) is None)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         tasks = {pool.submit(_prepare, *key, options): key[0].spec for key in wanted}
-        for task in as_completed(tasks):
-            yield tasks[task]
+        try:
+            for task in as_completed(tasks):
+                yield tasks[task]
+        finally:  # interrupted, it leaves the rest
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _prepare(case: Case, dtype: str, direction: str, options: Options) -> None:
     for layout in options.layouts:
-        operands = Operands.hollow(case, DTYPES[dtype], options.device, layout)
-        for operator, arguments in calls(case, direction, operands):
-            with suppress(Exception):
+        with suppress(Exception):
+            operands = Operands.hollow(case, DTYPES[dtype], options.device, layout)
+            for operator, arguments in calls(case, direction, operands):
                 operator.prepare(*arguments)
 
 

@@ -75,7 +75,7 @@ def _geometry(n: int, stride, padding, dilation, kernel: tuple[int, ...]) -> tup
     return stride, _resolve_padding(padding, stride, dilation, kernel), dilation
 
 
-_cached_geometry = lru_cache(maxsize=1024)(_geometry)
+_cached_geometry = lru_cache(maxsize=1024, typed=True)(_geometry)
 
 
 def _explicit_padding(x: Tensor, padding: tuple[int, ...], mode: str) -> Tensor:

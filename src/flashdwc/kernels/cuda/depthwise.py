@@ -69,6 +69,8 @@ def _backend(
         if (why := _why_not_here(args[0])) is not None:
             return why
         problem, limit = pose(*args), tensor_core.shared_limit(args[0].device)
+        if max(problem.images, problem.vertical.size, problem.horizontal.size, problem.horizontal.out) >= 2**31:
+            return "a dimension of 2^31 or more"
         if problem.empty or engine_of(problem, limit) is not tensor_core:
             return None
         return tensor_core.why_no_tile(layouts[tensor_core](problem.folded, limit), problem.folded, limit)

@@ -41,7 +41,8 @@ def suits(problem: Problem) -> bool:
     plain = max(v.s, h.s, v.u, h.u, problem.spread, problem.sum) == 1 and not problem.linear
     planar = not problem.inner.nhwc and not problem.outer.nhwc
     few = problem.taps <= FEW_TAPS or (problem.taps <= MAX_TAPS and problem.outputs <= SMALL)
-    return planar and plain and reach and few and 0 < problem.outputs < 2**33
+    few_planes = problem.images * problem.channels < 2**31
+    return planar and plain and reach and few and few_planes and 0 < problem.outputs < 2**33
 
 
 def describe(problem: Problem, strip: Strip) -> str:

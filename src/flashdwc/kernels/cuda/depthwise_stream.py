@@ -48,8 +48,8 @@ def conv_stream(problem: Problem, shared_limit: int) -> Stream | None:
     whole_lines = (Stream(64, blocks, 2),) if max(v.k, h.k) <= 5 and problem.channels % 64 == 0 else ()
     rows = 6 if v.k > 11 else 5  # more would spill registers
     narrower = (Stream(32, blocks, 4), Stream(16, blocks, rows)) if problem.taps > 12 else ()
-    fitting = (s for s in whole_lines + narrower if macros(problem, s)[1] <= shared_limit)
-    return next(fitting, None)
+    choices = (s for s in whole_lines + narrower if s.out_rows <= v.out and macros(problem, s)[1] <= shared_limit)
+    return next(choices, None)
 
 
 def macros(problem: Problem, stream: Stream) -> tuple[dict[str, int], int]:

@@ -20,15 +20,17 @@ MAX_BLOCKS = 2**31 - 1
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}  # that a block may take; else 99
 
 
+STATIC_BYTES = 128  # of it, at most, that the kernels take beside what a launch asks for
+
+
 def shared_limit(device: torch.device) -> int:
-    return SHARED_KIB.get(torch.cuda.get_device_capability(device), 99) * 1024
+    """Bytes that a launch may ask for."""
+    return SHARED_KIB.get(torch.cuda.get_device_capability(device), 99) * 1024 - STATIC_BYTES
 
 
 def why_no_tile(tile: Tile | None, problem: Problem, limit: int) -> str | None:
     if tile is None:
-        return (
-            f"no tile of a {problem.vertical.k}x{problem.horizontal.k} kernel fits {limit // 1024} KiB of shared memory"
-        )
+        return f"no tile of a {problem.vertical.k}x{problem.horizontal.k} kernel fits {-(-limit // 1024)} KiB of shared memory"
     if grid(problem, tile)[0] > MAX_BLOCKS:
         return "the grid would exceed 2^31 blocks"
     return None
