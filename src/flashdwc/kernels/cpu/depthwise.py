@@ -273,7 +273,12 @@ def _forward_by(
     if plan == "pixel":
         return CONVOLUTIONS[rank](_in_format(x, True), w, b, stride, low, dilation, channels)
     if plan == "transposed":
-        return F.conv_transpose2d(x, w.flip(2, 3), b, 1, [k - 1 - p for k, p in zip(w.shape[2:], low)], 0, channels)
+        beyond = [k - 1 - p for k, p in zip(w.shape[2:], low)]
+        apart = (
+            b is not None and x.dtype is torch.float32
+        )  # oneDNN takes longer for the bias than for a small convolution
+        y = F.conv_transpose2d(x, w.flip(2, 3), None if apart else b, 1, beyond, 0, channels)
+        return y.add_(b.view(-1, 1, 1)) if b is not None and apart else y
     if plan == "float32":
         b = None if b is None else b.float()
         return forward(x.float(), w.float(), b, stride, padding, dilation).to(x.dtype)
