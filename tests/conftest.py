@@ -55,3 +55,14 @@ def place(request: pytest.FixtureRequest) -> dict:
     """Keyword arguments of a tensor: device and dtype, one for each kernel that differs."""
     device, dtype = request.param
     return {"device": device, "dtype": dtype}
+
+
+@pytest.fixture
+def small_problems_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CUDA kernel for large problems takes small ones too."""
+    from flashdwc.kernels.cuda import depthwise_stream
+
+    monkeypatch.setattr(depthwise_stream, "ENOUGH_OUTPUTS", 0)
+    depthwise_stream.conv_stream.cache_clear()
+    yield
+    depthwise_stream.conv_stream.cache_clear()

@@ -124,6 +124,16 @@ def check_values(x, w, b, g, y: Tensor, gradients: Sequence[Tensor], stride, pad
         assert_rounded(db[0], g.sum(over), g.abs().sum(over), positions)
 
 
+def check_non_finite_values(x, w, b, y: Tensor, stride, padding, dilation) -> None:
+    """inf and NaN where the definition has them, and nowhere else."""
+    x, w, b = (t.detach().double() for t in (x, w, b))
+    definition = reference.depthwise_conv(x, w, b, stride, padding, dilation)
+    magnitude = reference.depthwise_conv(x.abs(), w.abs(), b.abs(), stride, padding, dilation)
+    finite = definition.isfinite()
+    torch.testing.assert_close(y[~finite].double(), definition[~finite], rtol=0, atol=0, equal_nan=True)
+    assert_rounded(y[finite], definition[finite], magnitude[finite], w[0].numel())
+
+
 # --- memory layouts --------------------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,23 @@ def _ordinary() -> bool:
     )
 
 
+def _differentiable(tensors: Sequence[Tensor | None]) -> bool | None:
+    """Whether one of the tensors asks for a gradient; None where one is not plain, so that only the dispatcher knows it."""
+    differentiable = False
+    for t in tensors:
+        if t is not None:
+            if t.__class__ not in _PLAIN_TYPES or t.is_neg() or _is_legacy_batched(t):
+                return None
+            if t.requires_grad:
+                differentiable = True
+    return differentiable
+
+
+def _own(y: Tensor) -> Tensor:
+    """No view: autograd forbids in-place changes of a custom function's."""
+    return y.detach() if y._is_view() else y
+
+
 class Operator:
     """One operator: its arguments are ``tensors`` tensors (``None`` where optional), then constants, then ``impl``.
 
@@ -89,38 +106,22 @@ class Operator:
         if forward_ad._current_level >= 0 or _transforms_active():
             # before all else, as the registered operator has no tangents
             return self._past_autocast(self._transformable.apply, args)
-        differentiable = False
-        for t in tensors:
-            if t is not None:
-                if t.__class__ not in _PLAIN_TYPES or t.is_neg() or _is_legacy_batched(t):
-                    return self._registered(*args)
-                if t.requires_grad:
-                    differentiable = True
-        if _dispatch_modes() or _tracing_state() is not None:
+        differentiable = _differentiable(tensors)
+        if differentiable is None or _dispatch_modes() or _tracing_state() is not None:
             return self._registered(*args)
-        if _any_autocast():
-            return self._past_autocast(self._recorded if differentiable and _grad_enabled() else self.run, args)
-        return self._recorded(*args) if differentiable and _grad_enabled() else self.run(*args)
+        function = self._recorded if differentiable and _grad_enabled() else self.run
+        return self._past_autocast(function, args) if _any_autocast() else function(*args)
 
     def recall(self, tensors: tuple[Tensor | None, ...], options: tuple) -> Tensor | None:
         """The result of a call that is like one of :meth:`remember`; None where it is not, or is not an ordinary one.
 
         Ordinary are plain tensors outside of compilation, modes, transforms, tracing and autocast.
         """
-        if not _ordinary():
+        differentiable = _differentiable(tensors) if _ordinary() else None
+        if differentiable is None:
             return None
-        differentiable, key = False, options
-        for t in tensors:
-            if t is None:
-                key += (None,)
-                continue
-            if t.__class__ not in _PLAIN_TYPES or t.is_neg() or _is_legacy_batched(t):
-                return None
-            if t.requires_grad:
-                differentiable = True
-            key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
         try:
-            found = self._calls.get(key)
+            found = self._calls.get(self._key(tensors, options))
         except TypeError:  # lists have no hash
             return None
         if found is None:
@@ -128,12 +129,11 @@ class Operator:
         constants, plan = found
         if differentiable and _grad_enabled():
             return self._function(*tensors, constants, plan)
-        y = plan(*tensors)
-        return y.detach() if y._is_view() else y
+        return _own(plan(*tensors))
 
     def remember(self, tensors: tuple[Tensor | None, ...], options: tuple, constants: tuple) -> None:
         """Lets :meth:`recall` answer calls like this one, for which a plan has been made."""
-        if not _ordinary() or not all(t is None or t.__class__ in _PLAIN_TYPES for t in tensors):
+        if not _ordinary() or _differentiable(tensors) is None:
             return
         plan = self._plans.get(self._key(tensors, constants))
         if plan is not None:
@@ -169,8 +169,7 @@ class Operator:
     def run(self, *args: Any) -> Tensor:
         """Runs the plan for these arguments' metadata; makes it first where there is none."""
         tensors = args[: self.tensors]
-        y = self._plan(tensors, args[self.tensors :])(*tensors)
-        return y.detach() if y._is_view() else y  # autograd forbids in-place changes of a custom function's view
+        return _own(self._plan(tensors, args[self.tensors :])(*tensors))
 
     def prepare(self, *args: Any) -> None:
         """Makes the plan for these arguments' metadata, compiles its kernels, and runs nothing."""
@@ -264,8 +263,7 @@ def _autograd_functions(operator: Operator, setup: Callable, grad: Callable, tan
         def forward(ctx: Any, *args: Any) -> Tensor:  # type: ignore[override]
             *tensors, constants, plan = args  # constants as one: each argument costs half a microsecond
             setup(ctx, tensors, constants)
-            y = plan(*tensors)
-            return y.detach() if y._is_view() else y
+            return _own(plan(*tensors))
 
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor) -> tuple:  # type: ignore[override]

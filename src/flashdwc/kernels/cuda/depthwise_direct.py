@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...core import jit
 from ...core.backend import Plan
-from .depthwise_problem import MULTIPROCESSORS, Problem, dense_layout, readable
-from .depthwise_tensor_core import TENSOR4, choose_splits, conv_runner, weight_grad_runner
+from .depthwise_problem import MULTIPROCESSORS, Problem, readable
+from .depthwise_tensor_core import TENSOR4, choose_splits, conv_plan, conv_sizes, weight_grad_runner
 
 MAX_TAPS, FEW_TAPS = 25, 12
 BLOCKS_PER_SM = 8  # persistent blocks; enough to even out their ends
@@ -96,24 +96,19 @@ def describe(problem: Problem, strip: Strip) -> str:
     return f"CUDA cores, {strip.vector} channels x {strip.rows} rows x {strip.columns} columns a thread"
 
 
-def _macros(problem: Problem, strip: Strip, dtype: torch.dtype) -> dict[str, int]:
+def weight_grad_macros(problem: Problem, strip: Strip) -> dict[str, int]:
     v, h = problem.vertical, problem.horizontal
     return {
         "KH": v.k, "KW": h.k, "SH": v.s, "SW": h.s, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "SUM": 1, "SPREAD": 1,
         "VEC": strip.vector, "ROWS": strip.rows, "COLUMNS": strip.columns, "LANES": strip.lanes, "THREADS": strip.threads,
-        "BF16": dtype is torch.bfloat16,
     }  # fmt: skip
 
 
-def conv_macros(problem: Problem, strip: Strip, dtype: torch.dtype, rotate: bool) -> dict[str, int]:
+def conv_macros(problem: Problem, strip: Strip) -> dict[str, int]:
     v, h = problem.vertical, problem.horizontal
     one_strip_a_thread = (strip.rows, strip.columns) == CONV_STRIPS[-1][1:]
     upsampling = {"UH": v.u, "UW": h.u, "PHASE_H": v.phase, "PHASE_W": h.phase, "FIRST_H": v.first, "FIRST_W": h.first}
-    return {**_macros(problem, strip, dtype), **upsampling, "ROTATE": rotate, "STAGED": not one_strip_a_thread}
-
-
-def weight_grad_macros(problem: Problem, strip: Strip, dtype: torch.dtype) -> dict[str, int]:
-    return _macros(problem, strip, dtype)
+    return {**weight_grad_macros(problem, strip), **upsampling, "STAGED": not one_strip_a_thread}
 
 
 def _strip_grid(problem: Problem, strip: Strip) -> tuple[int, int, int, int]:
@@ -127,25 +122,13 @@ def plan_conv(
     problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
-    device = source.device
-    size = tuple(result_size)
-    strides, _ = dense_layout(size, memory_format)
     strip = conv_strip(problem)
     strips, across, down, channel_blocks = _strip_grid(problem, strip)
-    vertical, horizontal = problem.vertical, problem.horizontal
-    launch = jit.Launcher(
-        "depthwise_direct",
-        conv_macros(problem, strip, source.dtype, rotate),
-        device,
-        blocks=channel_blocks * _strip_blocks(device, channel_blocks, -(-strips // strip.strips)),
-        threads=strip.threads,
-        shared_bytes=0,
-        layout=f"={TENSOR4}{TENSOR4}2q9i",
-        values=[0, *readable(source).stride(), 0, *strides, 0, 0, strips, problem.channels, vertical.size, horizontal.size,
-                vertical.out, horizontal.out, across, down, channel_blocks],
-        pointers=(0, 5, 10, 11),
-    )  # fmt: skip
-    return conv_runner(launch, source, size, strides)
+    numbers = strips, problem.channels, *conv_sizes(problem), across, down, channel_blocks
+    blocks = channel_blocks * _strip_blocks(source.device, channel_blocks, -(-strips // strip.strips))
+    shape = {"blocks": blocks, "threads": strip.threads}
+    macros = conv_macros(problem, strip)
+    return conv_plan("depthwise_direct", macros, numbers, source, result_size, memory_format, rotate, **shape)
 
 
 def _strip_blocks(device: torch.device, channel_blocks: int, groups: int) -> int:
@@ -161,7 +144,7 @@ def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weigh
     vertical, horizontal = problem.vertical, problem.horizontal
     launch = jit.Launcher(
         "depthwise_direct_weight_grad",
-        weight_grad_macros(problem, strip, x.dtype),
+        {**weight_grad_macros(problem, strip), "BF16": x.dtype is torch.bfloat16},
         device,
         blocks=channel_blocks * splits,
         threads=strip.threads,

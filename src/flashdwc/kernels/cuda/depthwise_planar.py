@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...core import jit
 from ...core.backend import Plan
-from .depthwise_problem import Problem, dense_layout, readable
-from .depthwise_tensor_core import TENSOR4, conv_runner
+from .depthwise_problem import Problem
+from .depthwise_tensor_core import conv_plan, conv_sizes
 
 THREADS = 256
 ENOUGH_BLOCKS = 8  # for each multiprocessor
@@ -55,13 +54,12 @@ def _strips(problem: Problem, rows: int) -> tuple[int, int]:
     return across, across * -(-problem.vertical.out // rows)
 
 
-def conv_macros(problem: Problem, strip: Strip, dtype: torch.dtype, rotate: bool) -> dict[str, int]:
+def conv_macros(problem: Problem, strip: Strip) -> dict[str, int]:
     v, h = problem.vertical, problem.horizontal
     return {
         "IN_VEC": problem.inner.vector, "OUT_VEC": problem.outer.vector,
         "KH": v.k, "KW": h.k, "SH": 1, "SW": 1, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "UH": 1, "UW": 1,
         "SUM": 1, "SPREAD": 1, "ROWS": strip.rows, "LANES": strip.lanes, "THREADS": THREADS,
-        "BF16": dtype is torch.bfloat16, "ROTATE": rotate,
     }  # fmt: skip
 
 
@@ -69,26 +67,13 @@ def plan_conv(
     problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
-    device = source.device
-    size = tuple(result_size)
-    strides, _ = dense_layout(size, memory_format)
     strip = conv_strip(problem)
     across, strips = _strips(problem, strip.rows)
-    vertical, horizontal = problem.vertical, problem.horizontal
     planes = problem.images * problem.channels
     groups = -(-planes // (THREADS // strip.lanes))
-    wanted = ENOUGH_BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = ENOUGH_BLOCKS * torch.cuda.get_device_properties(source.device).multi_processor_count
     parts = max(1, min(-(-strips // strip.lanes), -(-wanted // groups)))
-    launch = jit.Launcher(
-        "depthwise_planar",
-        conv_macros(problem, strip, source.dtype, rotate),
-        device,
-        blocks=groups * parts,
-        threads=THREADS,
-        shared_bytes=0,
-        layout=f"={TENSOR4}{TENSOR4}2q9i",
-        values=[0, *readable(source).stride(), 0, *strides, 0, 0, planes, problem.channels, vertical.size, horizontal.size,
-                vertical.out, horizontal.out, across, strips, parts],
-        pointers=(0, 5, 10, 11),
-    )  # fmt: skip
-    return conv_runner(launch, source, size, strides)
+    numbers = planes, problem.channels, *conv_sizes(problem), across, strips, parts
+    shape = {"blocks": groups * parts, "threads": THREADS}
+    macros = conv_macros(problem, strip)
+    return conv_plan("depthwise_planar", macros, numbers, source, result_size, memory_format, rotate, **shape)

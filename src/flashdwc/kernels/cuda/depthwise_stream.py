@@ -9,10 +9,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...core import jit
 from ...core.backend import Plan
-from .depthwise_problem import Problem, dense_layout, readable
-from .depthwise_tensor_core import TENSOR4, conv_runner, shared_limit
+from .depthwise_problem import Problem
+from .depthwise_tensor_core import conv_plan, conv_sizes, shared_limit
 from .depthwise_tiles import lead_and_shift, octet_pitch, pitches, round_up
 
 WARPS = 16
@@ -88,29 +87,17 @@ def plan_conv(
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
     device = source.device
-    size = tuple(result_size)
-    strides, _ = dense_layout(size, memory_format)
     stream = conv_stream(problem, shared_limit(device))
     if stream is None:
         raise RuntimeError("no stream suits the problem: ask conv_stream first")
     definitions, shared = macros(problem, stream)
-    vertical, horizontal = problem.vertical, problem.horizontal
     channel_blocks = -(-problem.channels // stream.channels)
     blocks_of_channels = max(1, torch.cuda.get_device_properties(device).multi_processor_count // channel_blocks)
     splits, across, down, strip_steps, strips = _share(problem, stream, blocks_of_channels)
-    launch = jit.Launcher(
-        "depthwise_stream",
-        {**definitions, "BF16": source.dtype is torch.bfloat16, "ROTATE": rotate},
-        device,
-        blocks=channel_blocks * splits,
-        threads=32 * WARPS,
-        shared_bytes=shared,
-        layout=f"={TENSOR4}{TENSOR4}2q12i",
-        values=[0, *readable(source).stride(), 0, *strides, 0, 0, problem.images, problem.channels, vertical.size,
-                horizontal.size, vertical.out, horizontal.out, across, down, strip_steps, channel_blocks, strips, splits],
-        pointers=(0, 5, 10, 11),
-    )  # fmt: skip
-    return conv_runner(launch, source, size, strides)
+    sizes = problem.images, problem.channels, *conv_sizes(problem)
+    numbers = *sizes, across, down, strip_steps, channel_blocks, strips, splits
+    shape = {"blocks": channel_blocks * splits, "threads": 32 * WARPS, "shared_bytes": shared}
+    return conv_plan("depthwise_stream", definitions, numbers, source, result_size, memory_format, rotate, **shape)
 
 
 def _share(problem: Problem, stream: Stream, splits: int) -> tuple[int, int, int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -55,23 +55,45 @@ def plan_conv(
     problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
-    device, dtype = source.device, source.dtype
+    tile, macros, shared, (blocks, across, down, channel_blocks) = _fit(problem, source.device, conv_tile, conv_macros)
+    numbers = problem.images, problem.channels, *conv_sizes(problem), across, down, channel_blocks
+    shape = {"blocks": blocks, "threads": 32 * tile.warps, "shared_bytes": shared}
+    return conv_plan("depthwise_conv", macros, numbers, source, result_size, memory_format, rotate, **shape)
+
+
+def conv_sizes(problem: Problem) -> tuple[int, int, int, int]:
+    """Rows and columns of the source, then of the result."""
+    vertical, horizontal = problem.vertical, problem.horizontal
+    return vertical.size, horizontal.size, vertical.out, horizontal.out
+
+
+def conv_plan(
+    kernel: str,
+    macros: Mapping[str, int],
+    numbers: Sequence[int],  # of the kernel's Params, behind tensors and pointers
+    source: Tensor,
+    result_size: Sequence[int],
+    memory_format: torch.memory_format,
+    rotate: bool,
+    *,
+    blocks: int,
+    threads: int,
+    shared_bytes: int = 0,
+) -> Plan:
+    """A kernel whose Params are source, result, weight, bias and numbers: the plan takes source, weight and perhaps a bias."""
     size = tuple(result_size)
     strides, _ = dense_layout(size, memory_format)
-    tile, macros, shared, (blocks, across, down, channel_blocks) = _fit(problem, device, conv_tile, conv_macros)
-    vertical, horizontal = problem.vertical, problem.horizontal
     launch = jit.Launcher(
-        "depthwise_conv",
-        {**macros, "BF16": dtype is torch.bfloat16, "ROTATE": rotate},
-        device,
+        kernel,
+        {**macros, "BF16": source.dtype is torch.bfloat16, "ROTATE": rotate},
+        source.device,
         blocks=blocks,
-        threads=32 * tile.warps,
-        shared_bytes=shared,
-        layout=f"={TENSOR4}{TENSOR4}2q9i",
-        values=[0, *readable(source).stride(), 0, *strides, 0, 0, problem.images, problem.channels, vertical.size,
-                horizontal.size, vertical.out, horizontal.out, across, down, channel_blocks],
+        threads=threads,
+        shared_bytes=shared_bytes,
+        layout=f"={TENSOR4}{TENSOR4}2q{len(numbers)}i",
+        values=[0, *readable(source).stride(), 0, *strides, 0, 0, *numbers],
         pointers=(0, 5, 10, 11),
-    )  # fmt: skip
+    )
     return conv_runner(launch, source, size, strides)
 
 
