@@ -33,6 +33,7 @@ CASES = {
     "streams": ("stream", (2, 40, 13, 61), (7, 7), 1, 3, 1, 1, channels_last),
     "streams of 64 channels": ("stream", (1, 64, 9, 33), (5, 5), 1, 2, 1, 1, channels_last),
     "streams, uneven padding": ("stream", (1, 32, 20, 40), (7, 5), 1, (1, 4, 0, 6), 1, 1, channels_last),
+    "streams of two sets": ("stream", (1, 8, 20, 36), (31, 31), 1, 15, 1, 1, channels_last),
 }
 
 

@@ -2,6 +2,9 @@
 
 A build is the source, the macros that specialise it, the compiler and the architecture; its hash names the cache entry, which
 holds a checksum, so that a damaged entry is compiled again. The source with its macros is kept beside it.
+
+What is in the cache is loaded and launched by the driver, through ctypes: NVRTC and ``cuda.core``, which take seconds to load
+from a cold disk, are not touched.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,11 +32,12 @@ from .config import config
 from .errors import CacheWarning, CaptureError, CompileError, LaunchError
 
 SOURCES = Path(__file__).parent.parent / "kernels" / "cuda"
+COMPILER = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")  # packages
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")  # what the sources are tested for
 
 logger = logging.getLogger("flashdwc")
 _lock = threading.RLock()
-_kernels: dict[tuple[str, int], Any] = {}
+_kernels: dict[tuple[str, int], int] = {}  # handles, by source and device
 _warned_about_cache = False
 
 if hasattr(os, "register_at_fork"):  # a child forked while another thread compiled must not wait for that thread
@@ -55,7 +61,6 @@ def _cuda_core() -> Any:
     """The module, imported by one thread at a time: two at once see it half made."""
     with _lock:
         import cuda.core
-        from cuda.bindings import driver, nvrtc  # noqa: F401
 
         return cuda.core
 
@@ -76,11 +81,12 @@ def _sources_digest() -> str:
 
 @lru_cache(maxsize=1)
 def compiler_version() -> str:
-    _cuda_core()
-    from cuda.bindings import nvrtc
-
-    _, major, minor = nvrtc.nvrtcVersion()
-    return f"{major}.{minor}"
+    """Of the packages that compile; NVRTC itself would have to be loaded to be asked."""
+    versions = []
+    for package in COMPILER:
+        with suppress(metadata.PackageNotFoundError):
+            versions.append(f"{package} {metadata.version(package)}")
+    return ", ".join(versions)
 
 
 def _full_source(name: str, macros: Mapping[str, int]) -> str:
@@ -175,26 +181,32 @@ def load(name: str, macros: Mapping[str, int], device: torch.device, shared_byte
         cubin = build(name, macros, architecture(device))  # not under the lock: threads compile side by side
         with _lock, torch.cuda.device(device):
             if key not in _kernels:
-                _kernels[key] = _load_cubin(name, cubin, device, shared_bytes)  # kept, so that the module stays loaded
-    return int(_kernels[key].handle)
+                _kernels[key] = _load_cubin(name, cubin, device, shared_bytes)
+    return _kernels[key]
 
 
-def _load_cubin(name: str, cubin: bytes, device: torch.device, shared_bytes: int) -> Any:
-    from cuda.bindings import driver
-
+def _load_cubin(name: str, cubin: bytes, device: torch.device, shared_bytes: int) -> int:
+    """Handle of the kernel, which stays loaded as long as the process."""
     torch.cuda.current_stream().query()  # makes the device's context current in this thread
-    kernel = _cuda_core().ObjectCode.from_cubin(cubin, name=name).get_kernel(name)
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (code,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device.index or 0)
-    if code != driver.CUresult.CUDA_SUCCESS:
+    driver, library, kernel = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    code = driver.cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0)
+    code = code or driver.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode())
+    code = code or driver.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes, kernel, device.index or 0)
+    if code or kernel.value is None:
         capability = torch.cuda.get_device_capability(device)
-        raise LaunchError(f"{name}: {shared_bytes} bytes of shared memory refused, capability {capability}: {code!r}")
-    return kernel
+        raise LaunchError(
+            f"{name}, {shared_bytes} bytes of shared memory: not loaded on {device}, capability {capability}: CUDA error {code}"
+        )
+    return kernel.value
 
 
 @lru_cache(maxsize=1)
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+
+
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute
+_INVALID_CONTEXT = 201  # of CUresult
 
 
 class Launcher:
@@ -254,11 +266,10 @@ class Launcher:
 
     def _launch_again(self, code: int, stream: Any, arguments: Any) -> int:
         """Where a thread has not used the device yet, it has no context: gives it PyTorch's and tries once more."""
-        from cuda.bindings import driver
-
-        if code != int(driver.CUresult.CUDA_ERROR_INVALID_CONTEXT):
+        if code != _INVALID_CONTEXT:
             return code
-        _, context = driver.cuDevicePrimaryCtxRetain(self._index)
+        driver, context = _driver(), ctypes.c_void_p()
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), self._index)
         driver.cuCtxSetCurrent(context)
-        driver.cuDevicePrimaryCtxRelease(self._index)  # PyTorch holds it
+        driver.cuDevicePrimaryCtxRelease_v2(self._index)  # PyTorch holds it
         return self._launch(*self._head, stream, arguments, None)

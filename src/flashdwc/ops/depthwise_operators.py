@@ -156,6 +156,8 @@ def _backward_forward(ctx: Any, g: Tensor) -> tuple:
     x, w = ctx.saved_tensors
     need, geometry = ctx.needs_input_grad, ctx.kept
     input_size, weight_size, weight_stride = _looks(ctx, x, w)
+    if need[0] and need[1] and 0 in g.stride():  # as of ``y.sum()``: copied here once, not by each gradient
+        g = g.contiguous(memory_format=native.output_format(x, w))
     dx = input_grad(g, w, input_size, *geometry) if need[0] else None
     dw = _gradient_of_weight(g, x, weight_size, weight_stride, geometry) if need[1] else None
     db = g.sum([0, *range(2, g.dim())]) if need[2] else None

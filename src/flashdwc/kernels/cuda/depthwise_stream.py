@@ -14,9 +14,8 @@ from .depthwise_problem import Problem
 from .depthwise_tensor_core import conv_plan, conv_sizes, shared_limit
 from .depthwise_tiles import lead_and_shift, octet_pitch, pitches, round_up
 
-WARPS = 16
 ENOUGH_OUTPUTS = 16_000_000  # that the steps of a strip outweigh its start
-LARGEST_SIDE = 13  # of a filter: beyond, multiplying takes longer than moving
+LARGEST_SIDE = 31  # of a filter: no larger one fits
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,8 @@ class Stream:
     channels: int
     blocks: int  # of 8 columns
     rows: int  # output rows of a group
+    sets: int = 1  # of groups
+    warps: int = 16
 
     @property
     def groups(self) -> int:
@@ -31,7 +32,7 @@ class Stream:
 
     @property
     def out_rows(self) -> int:
-        return self.groups * self.rows
+        return self.sets * self.groups * self.rows
 
 
 @lru_cache(maxsize=4096)
@@ -44,11 +45,15 @@ def conv_stream(problem: Problem, shared_limit: int) -> Stream | None:
     if not (plain and wide and large and max(v.k, h.k) <= LARGEST_SIDE):
         return None
     blocks = 8 if h.out > 32 else 4
-    whole_lines = (Stream(64, blocks, 2),) if max(v.k, h.k) <= 5 and problem.channels % 64 == 0 else ()
-    rows = 6 if v.k > 11 else 5  # more would spill registers
-    narrower = (Stream(32, blocks, 4), Stream(16, blocks, rows)) if problem.taps > 12 else ()
-    choices = (s for s in whole_lines + narrower if s.out_rows <= v.out and macros(problem, s)[1] <= shared_limit)
-    return next(choices, None)
+    choices: tuple[Stream, ...] = ()
+    if max(v.k, h.k) <= 5 and problem.channels % 64 == 0:
+        choices += (Stream(64, blocks, 2),)  # whole lines of memory
+    if v.k <= 13 and problem.taps > 12:
+        choices += Stream(32, blocks, 4), Stream(16, blocks, 6 if v.k > 11 else 5)  # more rows would spill registers
+    if problem.taps > 100:
+        choices += Stream(16, blocks, 4), Stream(8, blocks, 4, sets=2)
+    fitting = (s for s in choices if s.out_rows <= v.out and macros(problem, s)[1] <= shared_limit)
+    return next(fitting, None)
 
 
 def macros(problem: Problem, stream: Stream) -> tuple[dict[str, int], int]:
@@ -70,8 +75,8 @@ def macros(problem: Problem, stream: Stream) -> tuple[dict[str, int], int]:
         "OUT_NHWC": problem.outer.nhwc, "OUT_VEC": problem.outer.vector,
         "KH": v.k, "KW": h.k, "SH": 1, "SW": 1, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "SPREAD": 1, "SUM": 1,
         "UH": 1, "UW": 1, "PHASE_H": 0, "PHASE_W": 0, "LEAD": lead, "SHIFT": shift,
-        "CHANNELS": stream.channels, "BLOCKS": stream.blocks, "GROUPS": stream.groups, "IMAGES": 1,
-        "ROWS": stream.rows, "THREADS": 32 * WARPS, "BLOCKS_PER_SM": 1,
+        "CHANNELS": stream.channels, "BLOCKS": stream.blocks, "GROUPS": stream.groups, "IMAGES": 1, "SETS": stream.sets,
+        "ROWS": stream.rows, "THREADS": 32 * stream.warps, "BLOCKS_PER_SM": 1,
         "ROW_PITCH": row_pitch, "IMAGE_PITCH": plane, "PLANE_PITCH": plane, "OCTET_PITCH": octet,
         "OUT_IMAGE_PITCH": out_plane, "OUT_PLANE_PITCH": out_plane, "OUT_OCTET_PITCH": out_octet,
     }, shared  # fmt: skip
@@ -79,7 +84,7 @@ def macros(problem: Problem, stream: Stream) -> tuple[dict[str, int], int]:
 
 def describe(problem: Problem, stream: Stream) -> str:
     size = f"{stream.channels} channels x {stream.out_rows} rows x {8 * stream.blocks} columns"
-    return f"tensor cores, streamed in steps of {size}, {WARPS} warps"
+    return f"tensor cores, streamed in steps of {size}, {stream.warps} warps"
 
 
 def plan_conv(
@@ -96,7 +101,7 @@ def plan_conv(
     splits, across, down, strip_steps, strips = _share(problem, stream, blocks_of_channels)
     sizes = problem.images, problem.channels, *conv_sizes(problem)
     numbers = *sizes, across, down, strip_steps, channel_blocks, strips, splits
-    shape = {"blocks": channel_blocks * splits, "threads": 32 * WARPS, "shared_bytes": shared}
+    shape = {"blocks": channel_blocks * splits, "threads": 32 * stream.warps, "shared_bytes": shared}
     return conv_plan("depthwise_stream", definitions, numbers, source, result_size, memory_format, rotate, **shape)
 
 
