@@ -23,6 +23,10 @@ CASES = {
     "planes": ("planar", (2, 5, 7, 16), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
     "planes of odd width": ("planar", (3, 5, 6, 7), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
     "planes, dilated": ("planar", (2, 4, 10, 14), (3, 3), 1, 3, 3, 1, Tensor.contiguous),
+    "planes, stride 2": ("planar", (2, 3, 15, 14), (5, 5), 2, 2, 1, 1, Tensor.contiguous),
+    "planes, uneven padding": ("planar", (2, 3, 9, 20), (3, 3), 1, (1, 2, 0, 1), 1, 1, Tensor.contiguous),
+    "narrow planes": ("planar", (3, 4, 7, 7), (7, 7), 1, 9, 3, 1, Tensor.contiguous),
+    "narrow planes, stride 2": ("planar", (2, 20, 13, 14), (5, 5), 2, 2, 1, 1, Tensor.contiguous),
     "a line": ("planar", (1, 3, 1, 77), (1, 4), 1, (3, 0, 0, 0), 1, 1, Tensor.contiguous),
     "tiles of a small map": ("conv", (3, 12, 7, 7), (7, 7), 1, 3, 1, 1, channels_last),
     "tiles of contiguous rows": ("conv", (1, 8, 9, 13), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
@@ -33,7 +37,7 @@ CASES = {
     "streams": ("stream", (2, 40, 13, 61), (7, 7), 1, 3, 1, 1, channels_last),
     "streams of 64 channels": ("stream", (1, 64, 9, 33), (5, 5), 1, 2, 1, 1, channels_last),
     "streams, uneven padding": ("stream", (1, 32, 20, 40), (7, 5), 1, (1, 4, 0, 6), 1, 1, channels_last),
-    "streams of two sets": ("stream", (1, 8, 20, 36), (31, 31), 1, 15, 1, 1, channels_last),
+    "streams of eight warps": ("stream", (1, 8, 20, 36), (31, 31), 1, 15, 1, 1, channels_last),
 }
 
 
@@ -60,8 +64,10 @@ def test_kernels_compute_the_definition(case, request):
     assert kernels == [f"depthwise_{family}"]
     g = layout(torch.randn(y.shape).to(dtype))
     dx, kernels = launch(input_grad, g, w, tuple(x.shape), *geometry_)
-    assert kernels == [f"depthwise_{family}"]
-    dw, _ = launch(weight_grad, g, x, tuple(w.shape), w.stride(), *geometry_)
+    assert kernels == [f"depthwise_{'conv' if family == 'planar' and stride > 1 else family}"]
+    dw, kernels = launch(weight_grad, g, x, tuple(w.shape), w.stride(), *geometry_)
+    if family in ("direct", "planar"):
+        assert kernels[0] == f"depthwise_{family}_weight_grad"
     check_values(x, w, b, g, y, (dx, dw), *geometry_)
 
     x[0, 1, 0, 0], x[-1, 2, -1, -1], w[2, 0, 0, -1] = torch.inf, torch.nan, -torch.inf

@@ -71,6 +71,18 @@ def test_import_costs_little():
     assert min(seconds) < 0.15
 
 
+def test_first_calls_import_little():
+    """Helpers of PyTorch's that want its symbolic algebra took a second in each new process."""
+    run_python("""
+        import sys, torch, flashdwc
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            x = torch.randn(1, 4, 9, 9, device=device, dtype=torch.bfloat16, requires_grad=True)
+            layer = flashdwc.nn.DepthwiseConv2d(4, 4, 3, padding=1, groups=4).to(x)
+            layer(x).sum().backward()
+        assert "sympy" not in sys.modules
+    """)
+
+
 def test_import_without_triton_and_without_the_compiler():
     """A part that failed to load took the whole package with it. https://github.com/Dao-AILab/causal-conv1d/issues/77"""
     result = run_python("""

@@ -8,7 +8,7 @@ A call takes one of two ways, both made from the same declaration:
   the backend directly. It is three times cheaper on the host, and carries forward-mode AD.
 
 Both end in a plan (backend, specialisation, launch), one for each set of metadata. A public function may go past its own
-checks too: :meth:`Operator.recall` answers a call that is like an earlier one, down to the options as the user gave them.
+checks too: :meth:`Operator.recall` answers a call of a layer that is like its last, down to the options as the user gave them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 from torch.autograd import forward_ad
 
 from .backend import Backend, Cost, Explanation, Plan, Recorder, choose, floor_ms
@@ -64,6 +65,24 @@ def _own(y: Tensor) -> Tensor:
     return y.detach() if y._is_view() else y
 
 
+def _call_key(tensors: tuple[Tensor | None, ...], options: tuple) -> tuple:
+    """Finds a layer's last call by the identity of its parameters: cheaper than all their metadata, which are then compared."""
+    return *map(id, tensors[1:]), tensors[0].shape, options  # type: ignore[union-attr]
+
+
+def _operands(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """Without the last, where that is optional and not there."""
+    return tensors[:-1] if tensors[-1] is None else tensors  # type: ignore[return-value]
+
+
+def _even_addresses(tensors: Sequence[Tensor]) -> bool:
+    """Whether the widest accesses of the kernels are aligned."""
+    for t in tensors:
+        if t.data_ptr() & 15:
+            return False
+    return True
+
+
 class Operator:
     """One operator: its arguments are ``tensors`` tensors (``None`` where optional), then constants, then ``impl``.
 
@@ -93,7 +112,8 @@ class Operator:
         self.reference, self.backends, self.check, self.fake = reference, tuple(backends), check, fake
         self.cost, self.samples, self.gradients, self.casts = cost, samples, gradients, casts
         self._plans: dict[tuple, Plan] = {}
-        self._calls: dict[tuple, tuple[tuple, Plan]] = {}  # constants and plan of calls that may be recalled
+        # of calls that may be recalled: what tells tensors alike, constants, plan, whether one asks for a gradient
+        self._calls: dict[tuple, tuple[Callable[..., bool], tuple, Plan, bool]] = {}
         self._function, self._transformable = _autograd_functions(self, setup_context, backward, jvp, vmap)
         self._registered = self._register(schema, setup_context, backward, vmap)
 
@@ -117,30 +137,34 @@ class Operator:
 
         Ordinary are plain tensors outside of compilation, modes, transforms, tracing and autocast.
         """
-        differentiable = _differentiable(tensors) if _ordinary() else None
-        if differentiable is None:
+        if not _ordinary():
             return None
         try:
-            found = self._calls.get(self._key(tensors, options))
+            found = self._calls.get(_call_key(tensors, options))
         except TypeError:  # lists have no hash
             return None
         if found is None:
             return None
-        constants, plan = found
+        alike, constants, plan, differentiable = found
+        operands = _operands(tensors)
+        if not (alike(*operands) and _even_addresses(operands)):
+            return None
         if differentiable and _grad_enabled():
             return self._function(*tensors, constants, plan)
         return _own(plan(*tensors))
 
     def remember(self, tensors: tuple[Tensor | None, ...], options: tuple, constants: tuple) -> None:
         """Lets :meth:`recall` answer calls like this one, for which a plan has been made."""
-        if not _ordinary() or _differentiable(tensors) is None:
+        operands, differentiable = _operands(tensors), _differentiable(tensors)
+        if differentiable is None or not (_ordinary() and _even_addresses(operands)):
             return
         plan = self._plans.get(self._key(tensors, constants))
         if plan is not None:
             if len(self._calls) >= MAX_PLANS:
                 self._calls.clear()
+            alike = guards.TensorGuards(*operands, dynamic_dims_sizes=None, dynamic_dims_strides=None)  # type: ignore[attr-defined]
             with suppress(TypeError):  # lists have no hash
-                self._calls[self._key(tensors, options)] = constants, plan
+                self._calls[_call_key(tensors, options)] = alike.check, constants, plan, differentiable
 
     def _recorded(self, *args: Any) -> Tensor:
         tensors, constants = args[: self.tensors], args[self.tensors :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +34,32 @@ def _crop(x: Tensor, padding: Sequence[int]) -> Tensor:
     return pad(x, [-p for p in padding])
 
 
+def suggests_channels_last(t: Tensor) -> bool:
+    try:
+        return like_channels_last(t.shape, t.stride())
+    except TypeError:  # symbolic numbers have no hash
+        return suggest_memory_format(t) is not torch.contiguous_format
+
+
+@lru_cache(maxsize=4096)
+def like_channels_last(size: Sequence[int], strides: Sequence[int]) -> bool:
+    """c10's rule, ``is_channels_last_strides``. PyTorch's form of it in Python imports a thousand modules, which takes a second."""
+    if len(size) not in CHANNELS_LAST or strides[1] == 0:
+        return False
+    least = 0
+    for d in (1, *range(len(size) - 1, 1, -1), 0):
+        if size[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
+            return False
+        least = strides[d] * size[d]
+    return True
+
+
 def output_format(a: Tensor, w: Tensor | None = None) -> torch.memory_format:
     """PyTorch's rule: channels_last where one of the operands suggests it (but not for float64 on CUDA)."""
     if a.is_cuda and a.dtype is torch.float64:
         return torch.contiguous_format
-    channels_last = CHANNELS_LAST[a.dim()]
-    suggested = any(t is not None and suggest_memory_format(t) is channels_last for t in (a, w))
-    return channels_last if suggested else torch.contiguous_format
+    suggested = any(t is not None and suggests_channels_last(t) for t in (a, w))
+    return CHANNELS_LAST[a.dim()] if suggested else torch.contiguous_format
 
 
 def _must_avoid_tf32(x: Tensor, precision: str) -> bool:

@@ -42,10 +42,9 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
 from .. import reference
-from ..native import CONVOLUTIONS, pad, symmetric
+from ..native import CONVOLUTIONS, like_channels_last, pad, suggests_channels_last, symmetric
 
 Ints = tuple[int, ...]
 
@@ -181,7 +180,7 @@ def _plan_forward(
         return "multiplier"
     if size[1] == 1:
         return "one channel"
-    channels_last = _suggests_channels_last(size, strides) or _suggests_channels_last(w_size, w_strides)
+    channels_last = like_channels_last(size, strides) or like_channels_last(w_size, w_strides)
     transposable = rank == 2 and max(stride) == 1 and max(padding) < min(kernel)
     if not dilated and (channels_last or rank == 3):
         return "transposed" if transposable and _pixels_are_slower(kernel[1], min(size[2:])) else "direct"
@@ -219,7 +218,7 @@ def _plan_input_grad(
         return "torch"
     if not symmetric(padding) or len(stride) == 3 or max(dilation) > 1:
         return "rotated"
-    columns, channels_last = w_size[-1], _suggests_channels_last(dy_size, dy_strides)
+    columns, channels_last = w_size[-1], like_channels_last(dy_size, dy_strides)
     if _REGISTER_BLOCK == 4:
         small, inside = min(size[2:]) <= _SMALL_MAP, max(columns - 1 - p for p in padding[2:]) <= _REGISTER_BLOCK
         return "rotated" if (small and columns > 10 if channels_last else inside) else "torch"
@@ -240,7 +239,7 @@ def _plan_weight_grad(
         return "torch" if dtype.itemsize > 2 else "float32"
     if w_size[0] != size[1]:
         return "multiplier"
-    well_served = _suggests_channels_last(size, strides) or (max(stride) > 1 and min(size[2:]) <= _SMALL_MAP)
+    well_served = like_channels_last(size, strides) or (max(stride) > 1 and min(size[2:]) <= _SMALL_MAP)
     if len(stride) == 3 or math.prod(w_size[2:]) > (_FEW_TAPS if well_served else _VERY_FEW_TAPS):
         return "convolution"
     if dtype is torch.float32:
@@ -466,13 +465,7 @@ def _part(y: Tensor, size: Sequence[int], start: Sequence[int] = (0, 0, 0)) -> T
 
 
 def _channels_last(x: Tensor, w: Tensor) -> bool:
-    return _suggests_channels_last(x.shape, x.stride()) or _suggests_channels_last(w.shape, w.stride())
-
-
-@lru_cache(maxsize=4096)
-def _suggests_channels_last(size: Ints, strides: Ints) -> bool:
-    layout = torch.empty_strided(size, strides, device="meta")
-    return suggest_memory_format(layout) is not torch.contiguous_format
+    return suggests_channels_last(x) or suggests_channels_last(w)
 
 
 def _in_format(y: Tensor, channels_last: bool) -> Tensor:

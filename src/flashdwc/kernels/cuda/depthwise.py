@@ -51,6 +51,8 @@ def _conv_engine(problem: Problem, limit: int) -> Any:
 
 
 def _weight_grad_engine(problem: Problem, limit: int) -> Any:
+    if planar.suits(problem):
+        return planar
     return direct if _prefers_direct(problem) else tensor_core
 
 
@@ -133,6 +135,7 @@ _CONV: dict[Any, Callable] = {
     tensor_core: conv_tile,
 }
 _WEIGHT_GRAD: dict[Any, Callable] = {
+    planar: lambda problem, _: planar.weight_grad_strip(problem),
     direct: lambda problem, _: direct.weight_grad_strip(problem),
     tensor_core: weight_grad_tile,
 }

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...core import jit
 from ...core.backend import Plan
-from .depthwise_problem import MULTIPROCESSORS, Problem, readable
-from .depthwise_tensor_core import TENSOR4, choose_splits, conv_plan, conv_sizes, weight_grad_runner
+from .depthwise_problem import MULTIPROCESSORS, Problem
+from .depthwise_tensor_core import choose_splits, conv_plan, conv_sizes, weight_grad_plan
 
 MAX_TAPS, FEW_TAPS = 25, 12
+FEW_STRIPS = 2  # that a thread had better take one after the other than share with others
 BLOCKS_PER_SM = 8  # persistent blocks; enough to even out their ends
 
 
@@ -26,6 +26,7 @@ class Strip:
     columns: int
     lanes: int  # channel groups of a block
     threads: int
+    height: int = 1  # filter rows of a block, for weight gradients
 
     @property
     def strips(self) -> int:
@@ -68,7 +69,7 @@ def weight_grad_strip(problem: Problem) -> Strip:
         vector = 2
     vector = min(vector, problem.inner.vector, problem.outer.vector)
     rows = min(rows, 2) if vector == 1 else rows
-    strip = Strip(vector, rows, columns, lanes=1, threads=256)
+    strip = Strip(vector, rows, columns, lanes=1, threads=256, height=problem.vertical.k)
     # a small map in one launch: where the channels suffice, a block for each multiprocessor sees to all strips of its channels
     share = -(-problem.channels // vector) // MULTIPROCESSORS
     small = replace(strip, lanes=max(2, 1 << max(0, share.bit_length() - 1)) if share else 1)
@@ -101,6 +102,7 @@ def weight_grad_macros(problem: Problem, strip: Strip) -> dict[str, int]:
     return {
         "KH": v.k, "KW": h.k, "SH": v.s, "SW": h.s, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "SUM": 1, "SPREAD": 1,
         "VEC": strip.vector, "ROWS": strip.rows, "COLUMNS": strip.columns, "LANES": strip.lanes, "THREADS": strip.threads,
+        "HEIGHT": strip.height,
     }  # fmt: skip
 
 
@@ -137,21 +139,11 @@ def _strip_blocks(device: torch.device, channel_blocks: int, groups: int) -> int
 
 
 def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
-    device = x.device
     strip = weight_grad_strip(problem)
     strips, across, down, channel_blocks = _strip_grid(problem, strip)
-    splits = choose_splits(device, channel_blocks, -(-strips // strip.strips), resident=1)
-    vertical, horizontal = problem.vertical, problem.horizontal
-    launch = jit.Launcher(
-        "depthwise_direct_weight_grad",
-        {**weight_grad_macros(problem, strip), "BF16": x.dtype is torch.bfloat16},
-        device,
-        blocks=channel_blocks * splits,
-        threads=strip.threads,
-        shared_bytes=0,
-        layout=f"={TENSOR4}{TENSOR4}2q10i",
-        values=[0, *readable(x).stride(), 0, *readable(dy).stride(), 0, 0, strips, problem.channels, vertical.size,
-                horizontal.size, vertical.out, horizontal.out, across, down, channel_blocks, splits],
-        pointers=(0, 5, 10, 11),
-    )  # fmt: skip
-    return weight_grad_runner(launch, splits, dy, x, weight_size, weight_stride)
+    columns = channel_blocks * (problem.vertical.k // strip.height)
+    splits = choose_splits(x.device, columns, -(-strips // strip.strips), resident=1, few=FEW_STRIPS)
+    numbers = strips, problem.channels, *conv_sizes(problem), across, down, channel_blocks
+    macros, shape = weight_grad_macros(problem, strip), {"blocks": columns * splits, "threads": strip.threads}
+    kernel = "depthwise_direct_weight_grad"
+    return weight_grad_plan(kernel, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)

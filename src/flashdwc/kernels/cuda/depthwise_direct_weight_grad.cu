@@ -1,18 +1,18 @@
 // Depthwise convolution of few taps, weight gradient, 16 bit NHWC, on CUDA cores.
 //
-// A thread owns VEC channels and all taps' sums, in fp32; it walks over strips of ROWS x COLUMNS output pixels, reads each output
+// A thread owns VEC channels and the sums of HEIGHT filter rows, in fp32; it walks over strips of ROWS x COLUMNS output pixels, reads each output
 // gradient and each input pixel of the strip's window once and adds their products. At the end the STRIPS threads of a channel are added,
 // first inside a warp, then over the warps in shared memory, always in the same order, and the block writes one of `splits` partial
 // results (or the result, where there is one split).
 //
-//   block:  LANES channel groups (neighbours in memory; a power of two) x STRIPS strips (neighbours along the row)
+//   block:  HEIGHT filter rows, LANES channel groups (neighbours in memory; a power of two) x STRIPS strips (neighbours along the row)
 #include "pixel.cuh"
 
 constexpr int STRIPS = THREADS / LANES;
-constexpr int SPAN_H = (KH - 1) * DH + (ROWS - 1) * SH + 1;
+constexpr int SPAN_H = (HEIGHT - 1) * DH + (ROWS - 1) * SH + 1;
 constexpr int SPAN_W = (KW - 1) * DW + (COLUMNS - 1) * SW + 1;
-constexpr int TAPS = KH * KW, WARPS = THREADS / 32;
-static_assert(LANES <= 32 && 32 % LANES == 0);
+constexpr int TAPS = HEIGHT * KW, WARPS = THREADS / 32;
+static_assert(LANES <= 32 && 32 % LANES == 0 && KH % HEIGHT == 0);
 
 struct Params {
   Tensor4 x, dy;
@@ -25,7 +25,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct_weight_gr
   __shared__ float sums[WARPS][TAPS][LANES * VEC];
   const int lane = threadIdx.x % LANES, place = threadIdx.x / LANES;
   const int channel0 = blockIdx.x % p.channel_blocks * LANES * VEC, channel = channel0 + lane * VEC;
-  const int split = blockIdx.x / p.channel_blocks;
+  const unsigned b = blockIdx.x / p.channel_blocks;
+  const int first = b % (KH / HEIGHT) * HEIGHT, split = b / (KH / HEIGHT);
 
   float acc[TAPS][VEC];
 #pragma unroll
@@ -37,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct_weight_gr
   for (unsigned strip = split * STRIPS + place; strip < strips; strip += p.splits * STRIPS) {
     const unsigned line = strip / p.strips_across;
     const int column0 = strip % p.strips_across * COLUMNS, row0 = line % p.strips_down * ROWS, image = line / p.strips_down;
-    const int y0 = row0 * SH - PAD_H, x0 = column0 * SW - PAD_W;
+    const int y0 = row0 * SH - PAD_H + first * DH, x0 = column0 * SW - PAD_W;
     const u16* source = p.x.data + i64(image) * p.x.image + y0 * p.x.row + x0 * p.x.column + channel;
     const u16* gradient = p.dy.data + image * p.dy.image + row0 * p.dy.row + column0 * p.dy.column + channel;
 
@@ -57,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct_weight_gr
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const int kh = y - r * SH;
-        if (kh < 0 || kh % DH || kh / DH >= KH) continue;
+        if (kh < 0 || kh % DH || kh / DH >= HEIGHT) continue;
 #pragma unroll
         for (int x = 0; x < SPAN_W; ++x)
 #pragma unroll
@@ -86,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct_weight_gr
     float sum = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) sum += sums[w][k][c];
-    i64 at = i64(channel0 + c) * TAPS + k;
+    i64 at = i64(channel0 + c) * (KH * KW) + first * KW + k;
     if (p.splits == 1) p.out[at] = from_float(sum);
-    else p.partials[i64(split) * p.channels * TAPS + at] = sum;
+    else p.partials[i64(split) * p.channels * (KH * KW) + at] = sum;
   }
 }

@@ -1,34 +1,23 @@
-// Depthwise convolution of few taps and stride 1, forward or input gradient, 16 bit NCHW, on CUDA cores: pure memory traffic.
+// Depthwise convolution of few taps, forward or input gradient of stride 1, 16 bit NCHW, on CUDA cores: pure memory traffic.
 //
 // A thread has one plane's filter in registers, in fp32, and walks over strips of ROWS x 8 outputs. Of each input row behind a strip it
-// reads the 8 columns of the strip and, where the filter reaches beyond them, the 8 before and behind, whose lines its neighbours read.
+// reads the strip's columns and, where the filter reaches beyond them, the 8 before and behind, whose lines its neighbours read.
 //
 // Where a filter holds an inf or NaN, taps on padding are left out one by one, as 0 * inf would make NaN.
 //
 //   block:  LANES threads for each of THREADS / LANES planes
 #include "by_taps.cuh"
 #include "epilogue.cuh"
-#include "tile.cuh"
+#include "planar.cuh"
 
-constexpr int LEFT = PAD_W, RIGHT = (KW - 1) * DW - PAD_W;  // columns that the filter reaches beyond the strip's
-constexpr int SPAN_H = (KH - 1) * DH + ROWS;
-static_assert(0 <= LEFT && LEFT <= 8 && RIGHT <= 8 && THREADS % LANES == 0);
+constexpr int SPAN_H = (KH - 1) * DH + (ROWS - 1) * SH + 1;
+static_assert(THREADS % LANES == 0);
 
 struct Params {
   Tensor4 x, y;
   const u16 *weight, *bias;
   int planes, channels, rows, columns, out_rows, out_columns, strips_across, strips, parts;
 };
-
-// 8 columns, of which those from first to last are needed.
-template <int first, int last>
-__device__ __forceinline__ void read_columns(float* in, const u16* line, int column, bool row_inside, const Params& p) {
-  Octet v = read8<IN_VEC>(line + column, [&](int e) {
-    return e + IN_VEC > first && e < last && row_inside && unsigned(column + e) < unsigned(p.columns);
-  });
-#pragma unroll
-  for (int e = 0; e < 8; ++e) in[e] = to_float(v.element[e]);
-}
 
 // Writes every thread's 8 outputs. Where alignment allows narrow accesses only, the warp's outputs pass through shared memory, so that
 // neighbouring threads write neighbouring elements. valid: how many of the thread's outputs there are.
@@ -91,21 +80,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_planar(const __g
     for (int i = 0; i < ROWS * 8; ++i) acc[i / 8][i % 8] = start;
 #pragma unroll
     for (int y = 0; y < SPAN_H; ++y) {
-      float in[24];  // from 8 columns before the strip on
-      const int row = row0 - PAD_H + y;
+      float in[WINDOW];
+      const int row = row0 * SH - PAD_H + y;
       const bool inside = unsigned(row) < unsigned(p.rows) && strip < strips;
-      const u16* line = source + row * p.x.row;
-      if constexpr (LEFT > 0) read_columns<8 - LEFT, 8>(in, line, column - 8, inside, p);
-      read_columns<0, 8>(in + 8, line, column, inside, p);
-      if constexpr (RIGHT > 0) read_columns<0, RIGHT>(in + 16, line, column + 8, inside, p);
+      read_window<IN_VEC>(in, source + row * p.x.row, column * SW, inside, p.columns);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const int kh = y - r;
+        const int kh = y - r * SH;
         if (kh < 0 || kh % DH || kh / DH >= KH) continue;
 #pragma unroll
         for (int kw = 0; kw < KW; ++kw)
 #pragma unroll
-          for (int c = 0; c < 8; ++c) acc[r][c] += w[kh / DH * KW + kw] * in[8 + c + kw * DW - LEFT];
+          for (int c = 0; c < 8; ++c)
+            if (in_window(window_column(c, kw))) acc[r][c] += w[kh / DH * KW + kw] * in[window_column(c, kw)];
       }
     }
 #pragma unroll

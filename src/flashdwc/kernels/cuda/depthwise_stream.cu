@@ -1,7 +1,7 @@
 // Depthwise convolution of stride 1, forward or input gradient, 16 bit, for filters that move more bytes than they multiply: as
 // depthwise_conv.cu (toeplitz.cuh), but a block stays and streams the tensor through its planes, so that memory never waits.
 //
-// A block takes CHANNELS channels and a part of all strips; item = (channel, set of GROUPS row groups), for a warp. A strip is one column of tiles of an image; each step down a strip gives
+// A block takes CHANNELS channels and a part of all strips. A strip is one column of tiles of an image; each step down a strip gives
 // OUT_ROWS rows. The planes are rings of rows: a row is read from memory once.
 //
 // Between two barriers every warp does two things that do not depend on each other, half of the warps in the one order, half in the
@@ -11,7 +11,7 @@
 //              The second half of the threads starts on the outputs, the first on the rows, as neither is work for all.
 #include "toeplitz.cuh"
 
-constexpr int OUT_ROWS = SETS * GROUPS * ROWS, HALO = (KH - 1) * DH, RING_ROWS = 2 * OUT_ROWS + HALO;
+constexpr int OUT_ROWS = GROUPS * ROWS, HALO = (KH - 1) * DH, RING_ROWS = 2 * OUT_ROWS + HALO;
 constexpr int LEADING_STEPS = (HALO + OUT_ROWS - 1) / OUT_ROWS;  // of a strip, that load only
 constexpr int TILE_COLUMNS = (BLOCKS - 1) * 8 + 8 * K8;
 
@@ -19,7 +19,7 @@ using Input = Tile<IN_NHWC, IN_VEC, SHIFT, CHANNELS, IMAGES, OUT_ROWS, TILE_COLU
 using Output = Tile<OUT_NHWC, OUT_VEC, 0, CHANNELS, IMAGES, OUT_ROWS, OUT_COLUMNS, OUT_COLUMNS, OUT_IMAGE_PITCH, OUT_PLANE_PITCH,
                     OUT_OCTET_PITCH, 0>;
 constexpr int UNITS = Input::units<8>, PER_THREAD = (UNITS + THREADS - 1) / THREADS;
-static_assert(CHANNELS * SETS % WARPS == 0 && IMAGES == 1 && SH * SW * UH * UW == 1 && SUM * SPREAD == 1);
+static_assert(CHANNELS % WARPS == 0 && IMAGES == 1 && SH * SW * UH * UW == 1 && SUM * SPREAD == 1);
 
 struct Params {
   Tensor4 x, y;
@@ -79,11 +79,10 @@ __device__ __forceinline__ void place_fresh(u16* planes, Raw<Input> (&raw)[PER_T
 
 __device__ __forceinline__ void multiply(
     const u16* planes, u16* outputs, const u16* filters, const float* starts, int first_row, int channel, const Params& p, u32& watched) {
+  const Lane lane = make_lane(0);
+  const int row = in_ring(first_row + lane.group * ROWS), left = RING_ROWS - row;  // rows to the end of the ring
 #pragma unroll 1
-  for (int item = threadIdx.x / 32; item < CHANNELS * SETS; item += WARPS) {
-    const int c = item / SETS;
-    const Lane lane = make_lane(item % SETS);
-    const int row = in_ring(first_row + lane.group * ROWS), left = RING_ROWS - row;  // rows to the end of the ring
+  for (int c = threadIdx.x / 32; c < CHANNELS; c += WARPS) {
     const u32 here = shared_address(planes + Input::plane(c) + lane.input + row * ROW_PITCH), wrapped = here - 2 * RING_ROWS * ROW_PITCH;
     auto input = [=](int y) { return (y < left ? here : wrapped) + 2 * y * ROW_PITCH; };
     Accumulators acc;

@@ -23,7 +23,6 @@ class Stream:
     channels: int
     blocks: int  # of 8 columns
     rows: int  # output rows of a group
-    sets: int = 1  # of groups
     warps: int = 16
 
     @property
@@ -32,7 +31,7 @@ class Stream:
 
     @property
     def out_rows(self) -> int:
-        return self.sets * self.groups * self.rows
+        return self.groups * self.rows
 
 
 @lru_cache(maxsize=4096)
@@ -51,7 +50,7 @@ def conv_stream(problem: Problem, shared_limit: int) -> Stream | None:
     if v.k <= 13 and problem.taps > 12:
         choices += Stream(32, blocks, 4), Stream(16, blocks, 6 if v.k > 11 else 5)  # more rows would spill registers
     if problem.taps > 100:
-        choices += Stream(16, blocks, 4), Stream(8, blocks, 4, sets=2)
+        choices += Stream(16, blocks, 4), Stream(8, blocks, 8, warps=8)
     fitting = (s for s in choices if s.out_rows <= v.out and macros(problem, s)[1] <= shared_limit)
     return next(fitting, None)
 
@@ -75,7 +74,7 @@ def macros(problem: Problem, stream: Stream) -> tuple[dict[str, int], int]:
         "OUT_NHWC": problem.outer.nhwc, "OUT_VEC": problem.outer.vector,
         "KH": v.k, "KW": h.k, "SH": 1, "SW": 1, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "SPREAD": 1, "SUM": 1,
         "UH": 1, "UW": 1, "PHASE_H": 0, "PHASE_W": 0, "LEAD": lead, "SHIFT": shift,
-        "CHANNELS": stream.channels, "BLOCKS": stream.blocks, "GROUPS": stream.groups, "IMAGES": 1, "SETS": stream.sets,
+        "CHANNELS": stream.channels, "BLOCKS": stream.blocks, "GROUPS": stream.groups, "IMAGES": 1,
         "ROWS": stream.rows, "THREADS": 32 * stream.warps, "BLOCKS_PER_SM": 1,
         "ROW_PITCH": row_pitch, "IMAGE_PITCH": plane, "PLANE_PITCH": plane, "OCTET_PITCH": octet,
         "OUT_IMAGE_PITCH": out_plane, "OUT_PLANE_PITCH": out_plane, "OUT_OCTET_PITCH": out_octet,

@@ -122,42 +122,57 @@ def conv_runner(launch: jit.Launcher, source: Tensor, size: tuple[int, ...], str
 
 
 def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
-    device = x.device
-    tile, macros, shared, sizes = _fit(problem, device, weight_grad_tile, weight_grad_macros)
+    tile, macros, shared, sizes = _fit(problem, x.device, weight_grad_tile, weight_grad_macros)
     blocks, across, down, channel_blocks = sizes
-    vertical, horizontal = problem.vertical, problem.horizontal
-    tiles, height_blocks = blocks // channel_blocks, -(-vertical.k // tile.chunk)
-    splits = choose_splits(device, channel_blocks * height_blocks, tiles, tile.per_sm)
-    launch = jit.Launcher(
-        "depthwise_weight_grad",
-        {**macros, "BF16": x.dtype is torch.bfloat16},
-        device,
-        blocks=channel_blocks * height_blocks * splits,
-        threads=32 * tile.warps,
-        shared_bytes=shared,
-        layout=f"={TENSOR4}{TENSOR4}2q12i",
-        values=[0, *readable(x).stride(), 0, *readable(dy).stride(), 0, 0, problem.images, problem.channels, vertical.size,
-                horizontal.size, vertical.out, horizontal.out, across, down, channel_blocks, height_blocks, tiles, splits],
-        pointers=(0, 5, 10, 11),
-    )  # fmt: skip
-    return weight_grad_runner(launch, splits, dy, x, weight_size, weight_stride)
+    tiles, height_blocks = blocks // channel_blocks, -(-problem.vertical.k // tile.chunk)
+    columns = channel_blocks * height_blocks
+    splits = choose_splits(x.device, columns, tiles, tile.per_sm)
+    numbers = problem.images, problem.channels, *conv_sizes(problem), across, down, channel_blocks, height_blocks, tiles
+    shape = {"blocks": columns * splits, "threads": 32 * tile.warps, "shared_bytes": shared}
+    return weight_grad_plan(
+        "depthwise_weight_grad", macros, numbers, splits, dy, x, weight_size, weight_stride, **shape
+    )
 
 
-def choose_splits(device: torch.device, columns: int, tiles: int, resident: int) -> int:
+def choose_splits(device: torch.device, columns: int, tiles: int, resident: int, few: int = 2) -> int:
     """Parts of the sum over tiles that run side by side, so that the blocks fill the device evenly four times.
 
-    One or two tiles are not worth the launch that adds their parts.
+    ``few`` tiles are not worth the launch that adds their parts.
     """
-    if tiles <= 2:
+    if tiles <= few:
         return 1
     slots = resident * torch.cuda.get_device_properties(device).multi_processor_count
     wanted = max(1, min(tiles, -(-4 * slots // columns), 4096))
     return -(-tiles // -(-tiles // wanted))  # as few as give each the same number of tiles
 
 
-def weight_grad_runner(launch: jit.Launcher, splits: int, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
-    """Runs the kernel and, where it leaves several partial results, adds them."""
+def weight_grad_plan(
+    kernel: str,
+    macros: Mapping[str, int],
+    numbers: Sequence[int],  # of the kernel's Params, between the pointers and ``splits``
+    splits: int,
+    dy: Tensor,
+    x: Tensor,
+    weight_size: Sequence[int],
+    weight_stride: Sequence[int],
+    *,
+    blocks: int,
+    threads: int,
+    shared_bytes: int = 0,
+) -> Plan:
+    """A kernel whose Params are x, dy, partial results, the result, numbers and splits, and the sum of its partial results."""
     device, dtype, index = x.device, x.dtype, x.device.index
+    launch = jit.Launcher(
+        kernel,
+        {**macros, "BF16": dtype is torch.bfloat16},
+        device,
+        blocks=blocks,
+        threads=threads,
+        shared_bytes=shared_bytes,
+        layout=f"={TENSOR4}{TENSOR4}2q{len(numbers) + 1}i",
+        values=[0, *readable(x).stride(), 0, *readable(dy).stride(), 0, 0, *numbers, splits],
+        pointers=(0, 5, 10, 11),
+    )
     copies = readable(dy) is not dy or readable(x) is not x
     size, strides = tuple(weight_size), tuple(weight_stride)  # exactly tuples: torch.Size is refused by the allocation
     count = math.prod(size)
