@@ -171,7 +171,7 @@ def _write_entry(path: Path, cubin: bytes, source: str) -> None:
 
 
 def load(name: str, macros: Mapping[str, int], device: torch.device, shared_bytes: int) -> int:
-    """Handle of the kernel ``name`` on a device, compiled and loaded where it is not yet."""
+    """Handle of the function ``name`` on a device, compiled and loaded where it is not yet."""
     key = (_full_source(name, macros), device.index or 0)
     if key not in _kernels:
         if torch.cuda.is_current_stream_capturing():
@@ -186,18 +186,21 @@ def load(name: str, macros: Mapping[str, int], device: torch.device, shared_byte
 
 
 def _load_cubin(name: str, cubin: bytes, device: torch.device, shared_bytes: int) -> int:
-    """Handle of the kernel, which stays loaded as long as the process."""
+    """Handle of the function, which stays loaded as long as the process."""
     torch.cuda.current_stream().query()  # makes the device's context current in this thread
-    driver, library, kernel = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    driver = _driver()
+    library, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     code = driver.cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0)
     code = code or driver.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode())
     code = code or driver.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes, kernel, device.index or 0)
-    if code or kernel.value is None:
+    # a function of this context: a launch by the kernel's handle looks it up each time
+    code = code or driver.cuKernelGetFunction(ctypes.byref(function), kernel)
+    if code or function.value is None:
         capability = torch.cuda.get_device_capability(device)
         raise LaunchError(
             f"{name}, {shared_bytes} bytes of shared memory: not loaded on {device}, capability {capability}: CUDA error {code}"
         )
-    return kernel.value
+    return function.value
 
 
 @lru_cache(maxsize=1)
@@ -209,11 +212,17 @@ _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute
 _INVALID_CONTEXT = 201  # of CUresult
 
 
+_CONFIG_WORDS, _STREAM_WORD = (
+    7,
+    4,
+)  # struct CUlaunchConfig: grid, block, shared memory; stream; attributes, their number
+
+
 class Launcher:
     """A kernel with its grid and its one struct of parameters, ready to run with other pointers.
 
     ``layout`` is the struct's format; ``pointers`` are the positions in it, in 8-byte words, that a call fills in.
-    ``cuLaunchKernel`` is called through ctypes with ready arguments: a third of the host time of ``cuda.core.launch``.
+    ``cuLaunchKernelEx`` is called through ctypes with ready arguments: a third of the host time of ``cuda.core.launch``.
     """
 
     def __init__(
@@ -229,14 +238,13 @@ class Launcher:
         values: Sequence[int],
         pointers: Sequence[int],
     ) -> None:
-        self._launch = _driver().cuLaunchKernel
+        self._launch = _driver().cuLaunchKernelEx
         self._name, self._device, self._index = name, device, device.index
-        handle = ctypes.c_void_p(load(name, macros, device, shared_bytes))
-        shape = (blocks, 1, 1, threads, 1, 1, shared_bytes)
-        self._head = (handle, *(ctypes.c_uint(n) for n in shape))
-        self._parameters = struct.pack(layout, *values)
-        self._pointers = tuple(pointers)
-        self._free: list[tuple] = []  # parameter buffers that no thread is using
+        self._handle = ctypes.c_void_p(load(name, macros, device, shared_bytes))
+        config = struct.pack("=7I4x3q", blocks, 1, 1, threads, 1, 1, shared_bytes, 0, 0, 0)
+        self._start = config + struct.pack(layout, *values)
+        self._pointers = tuple(_CONFIG_WORDS + position for position in pointers)
+        self._free: list[tuple] = []  # buffers and arguments that no thread is using
 
     def __call__(self, *addresses: int) -> None:
         """Launches on the current stream of the device, which must be the current one."""
@@ -247,10 +255,10 @@ class Launcher:
         words, arguments, _ = buffer
         for position, address in zip(self._pointers, addresses):
             words[position] = address
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._index))
-        code = self._launch(*self._head, stream, arguments, None)
+        words[_STREAM_WORD] = torch._C._cuda_getCurrentRawStream(self._index)
+        code = self._launch(*arguments)
         if code:
-            code = self._launch_again(code, stream, arguments)
+            code = self._launch_again(code, arguments)
         self._free.append(buffer)
         if code:
             capability = torch.cuda.get_device_capability(self._device)
@@ -259,12 +267,14 @@ class Launcher:
             )
 
     def _new_buffer(self) -> tuple:
-        size = (len(self._parameters) + 7) // 8
-        words = (ctypes.c_int64 * size).from_buffer_copy(self._parameters.ljust(size * 8, b"\0"))
-        pointer = (ctypes.c_void_p * 1)(ctypes.addressof(words))
-        return words, ctypes.c_void_p(ctypes.addressof(pointer)), pointer
+        size = (len(self._start) + 7) // 8
+        words = (ctypes.c_int64 * size).from_buffer_copy(self._start.ljust(size * 8, b"\0"))
+        config = ctypes.addressof(words)
+        pointer = (ctypes.c_void_p * 1)(config + 8 * _CONFIG_WORDS)
+        arguments = ctypes.c_void_p(config), self._handle, ctypes.c_void_p(ctypes.addressof(pointer)), None
+        return words, arguments, pointer
 
-    def _launch_again(self, code: int, stream: Any, arguments: Any) -> int:
+    def _launch_again(self, code: int, arguments: tuple) -> int:
         """Where a thread has not used the device yet, it has no context: gives it PyTorch's and tries once more."""
         if code != _INVALID_CONTEXT:
             return code
@@ -272,4 +282,4 @@ class Launcher:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), self._index)
         driver.cuCtxSetCurrent(context)
         driver.cuDevicePrimaryCtxRelease_v2(self._index)  # PyTorch holds it
-        return self._launch(*self._head, stream, arguments, None)
+        return self._launch(*arguments)

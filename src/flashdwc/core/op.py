@@ -37,17 +37,6 @@ _grad_enabled = torch.is_grad_enabled
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # of ``torch.autograd.grad(is_grads_batched=True)``
 
 
-def _ordinary() -> bool:
-    """Whether nothing is active that wants to see a call or to change it."""
-    return not (
-        _transforms_active()
-        or forward_ad._current_level >= 0
-        or _dispatch_modes()
-        or _any_autocast()
-        or _tracing_state() is not None
-    )
-
-
 def _differentiable(tensors: Sequence[Tensor | None]) -> bool | None:
     """Whether one of the tensors asks for a gradient; None where one is not plain, so that only the dispatcher knows it."""
     differentiable = False
@@ -65,22 +54,15 @@ def _own(y: Tensor) -> Tensor:
     return y.detach() if y._is_view() else y
 
 
-def _call_key(tensors: tuple[Tensor | None, ...], options: tuple) -> tuple:
-    """Finds a layer's last call by the identity of its parameters: cheaper than all their metadata, which are then compared."""
-    return *map(id, tensors[1:]), tensors[0].shape, options  # type: ignore[union-attr]
-
-
-def _operands(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """Without the last, where that is optional and not there."""
-    return tensors[:-1] if tensors[-1] is None else tensors  # type: ignore[return-value]
-
-
-def _even_addresses(tensors: Sequence[Tensor]) -> bool:
-    """Whether the widest accesses of the kernels are aligned."""
-    for t in tensors:
-        if t.data_ptr() & 15:
-            return False
-    return True
+def _alike(x: Tensor, w: Tensor, b: Tensor | None) -> Callable[..., bool]:
+    """Function that tells whether a call's tensors are like these: in all metadata, in addresses that allow the widest accesses,
+    and under the same state of PyTorch, as the guards compare the dispatch keys that autocast, modes, transforms and tracers add
+    or take away."""
+    present = (x, w) if b is None else (x, w, b)
+    same = guards.TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[attr-defined]
+    if b is None:
+        return lambda x, w, b: b is None and same(x, w) and not (x.data_ptr() | w.data_ptr()) & 15
+    return lambda x, w, b: b is not None and same(x, w, b) and not (x.data_ptr() | w.data_ptr() | b.data_ptr()) & 15
 
 
 class Operator:
@@ -132,39 +114,41 @@ class Operator:
         function = self._recorded if differentiable and _grad_enabled() else self.run
         return self._past_autocast(function, args) if _any_autocast() else function(*args)
 
-    def recall(self, tensors: tuple[Tensor | None, ...], options: tuple) -> Tensor | None:
-        """The result of a call that is like one of :meth:`remember`; None where it is not, or is not an ordinary one.
+    def recall(self, tensors: tuple[Tensor, Tensor, Tensor | None], options: tuple) -> Tensor | None:
+        """The result of a call that is like one of :meth:`remember`; None where it is not.
 
-        Ordinary are plain tensors outside of compilation, modes, transforms, tracing and autocast.
+        A layer's last call is found by its second tensor, the parameter: cheaper than by all metadata, which are then compared.
         """
-        if not _ordinary():
-            return None
         try:
-            found = self._calls.get(_call_key(tensors, options))
+            found = self._calls.get((id(tensors[1]), tensors[0].shape, options))
         except TypeError:  # lists have no hash
             return None
         if found is None:
             return None
         alike, constants, plan, differentiable = found
-        operands = _operands(tensors)
-        if not (alike(*operands) and _even_addresses(operands)):
+        if forward_ad._current_level >= 0 or not alike(*tensors):
             return None
         if differentiable and _grad_enabled():
             return self._function(*tensors, constants, plan)
         return _own(plan(*tensors))
 
-    def remember(self, tensors: tuple[Tensor | None, ...], options: tuple, constants: tuple) -> None:
-        """Lets :meth:`recall` answer calls like this one, for which a plan has been made."""
-        operands, differentiable = _operands(tensors), _differentiable(tensors)
-        if differentiable is None or not (_ordinary() and _even_addresses(operands)):
+    def remember(self, tensors: tuple[Tensor, Tensor, Tensor | None], options: tuple, constants: tuple) -> None:
+        """Lets :meth:`recall` answer calls like this one, for which a plan has been made.
+
+        Not where something is active that wants to see a call or to change it: a mode, a transform, autocast, a tracer.
+        """
+        active = _transforms_active() or _dispatch_modes() or _any_autocast() or _tracing_state() is not None
+        differentiable = _differentiable(tensors)
+        if active or forward_ad._current_level >= 0 or differentiable is None:
             return
         plan = self._plans.get(self._key(tensors, constants))
-        if plan is not None:
-            if len(self._calls) >= MAX_PLANS:
-                self._calls.clear()
-            alike = guards.TensorGuards(*operands, dynamic_dims_sizes=None, dynamic_dims_strides=None)  # type: ignore[attr-defined]
-            with suppress(TypeError):  # lists have no hash
-                self._calls[_call_key(tensors, options)] = alike.check, constants, plan, differentiable
+        if plan is None:
+            return
+        if len(self._calls) >= MAX_PLANS:
+            self._calls.clear()
+        with suppress(TypeError):  # lists have no hash
+            key = id(tensors[1]), tensors[0].shape, options
+            self._calls[key] = _alike(*tensors), constants, plan, differentiable
 
     def _recorded(self, *args: Any) -> Tensor:
         tensors, constants = args[: self.tensors], args[self.tensors :]

@@ -135,9 +135,12 @@ def packed_strides(size: Sequence[int], strides: Sequence[int]) -> tuple[int, ..
 def _save(ctx: Any, tensors: Sequence[Tensor], constants: tuple) -> None:
     """Keeps of the two factors only the one that the other's gradient needs, and what the other looks like."""
     first, second = tensors[:2]
-    needs_first, needs_second = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(first if needs_second else None, second if needs_first else None)
-    ctx.looks = None if needs_first and needs_second else (first.shape, second.shape, second.stride())
+    need = ctx.needs_input_grad
+    if need[0] and need[1]:
+        ctx.save_for_backward(first, second)
+    else:
+        ctx.save_for_backward(first if need[1] else None, second if need[0] else None)
+        ctx.looks = first.shape, second.shape, second.stride()
     ctx.kept = constants
 
 

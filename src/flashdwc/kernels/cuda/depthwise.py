@@ -51,7 +51,7 @@ def _conv_engine(problem: Problem, limit: int) -> Any:
 
 
 def _weight_grad_engine(problem: Problem, limit: int) -> Any:
-    if planar.suits(problem):
+    if planar.suits_weight_grad(problem):
         return planar
     return direct if _prefers_direct(problem) else tensor_core
 

@@ -22,33 +22,17 @@ struct Params {
   int strips, channels, rows, columns, out_rows, out_columns, strips_across, strips_down, channel_blocks;
 };
 
-// The thread's filters as floats; true where one is not finite. STAGED: through shared memory, whose accesses are in order; else each
-// thread fetches its own, which overlaps with its first pixels and so suits a thread that has one strip.
-__device__ __forceinline__ bool load_filters(float (&w)[KH * KW][VEC], const Params& p, int lane, int channel0, bool works) {
+// The thread's filters as floats; true where one is not finite.
+__device__ __forceinline__ bool load_filters(float (&w)[KH * KW][VEC], const Params& p, int channel) {
   u32 bits = 0;
-  if constexpr (STAGED) {
-    __shared__ float filters[KH * KW][LANES * VEC];
-    for (int i = threadIdx.x; i < KH * KW * LANES * VEC; i += THREADS) {
-      int k = i % (KH * KW), c = i / (KH * KW);
-      u16 v = channel0 + c < p.channels ? filter_element(p, channel0 + c, 0, k) : u16(0);
+#pragma unroll
+  for (int k = 0; k < KH * KW; ++k)
+#pragma unroll
+    for (int e = 0; e < VEC; ++e) {
+      u16 v = filter_element(p, channel + e, 0, k);
       bits |= non_finite(v);
-      filters[k][c] = to_float(v);
+      w[k][e] = to_float(v);
     }
-    bits = __syncthreads_or(bits & NON_FINITE_BITS) ? NON_FINITE_BITS : 0;
-#pragma unroll
-    for (int k = 0; k < KH * KW; ++k)
-#pragma unroll
-      for (int e = 0; e < VEC; ++e) w[k][e] = filters[k][lane * VEC + e];
-  } else {
-#pragma unroll
-    for (int k = 0; k < KH * KW; ++k)
-#pragma unroll
-      for (int e = 0; e < VEC; ++e) {
-        u16 v = works ? filter_element(p, channel0 + lane * VEC + e, 0, k) : u16(0);
-        bits |= non_finite(v);
-        w[k][e] = to_float(v);
-      }
-  }
   return bits & NON_FINITE_BITS;
 }
 
@@ -62,11 +46,10 @@ __device__ __forceinline__ Place place_of(unsigned strip, const Params& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct(const __grid_constant__ Params p) {
-  const int lane = threadIdx.x % LANES, channel0 = blockIdx.x % p.channel_blocks * LANES * VEC, channel = channel0 + lane * VEC;
-  const bool works = threadIdx.x < STRIPS * LANES && channel < p.channels;
+  const int channel = (blockIdx.x % p.channel_blocks * LANES + threadIdx.x % LANES) * VEC;
+  if (threadIdx.x >= STRIPS * LANES || channel >= p.channels) return;
   float w[KH * KW][VEC];
-  const bool bad = load_filters(w, p, lane, channel0, works);
-  if (!works) return;
+  const bool bad = load_filters(w, p, channel);
   AddBias epilogue{p.bias};
   float bias[VEC];
 #pragma unroll

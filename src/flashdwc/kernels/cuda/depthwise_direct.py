@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,6 @@ from .depthwise_problem import MULTIPROCESSORS, Problem
 from .depthwise_tensor_core import choose_splits, conv_plan, conv_sizes, weight_grad_plan
 
 MAX_TAPS, FEW_TAPS = 25, 12
-FEW_STRIPS = 2  # that a thread had better take one after the other than share with others
 BLOCKS_PER_SM = 8  # persistent blocks; enough to even out their ends
 
 
@@ -48,49 +47,68 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-# Strips (channels, rows, columns) from large to small: a small problem takes one that leaves enough threads.
-CONV_STRIPS = ((4, 4, 4), (4, 2, 2), (2, 2, 2))
-MANY_TAPS_CONV_STRIPS = ((2, 4, 4), (2, 2, 4), (2, 2, 2))
-ENOUGH_THREADS = 67_000  # twice the threads of a wave on the largest cards
-ENOUGH_OUTPUTS = 1_000_000  # for the wide strips of weight gradients
+# The choices below were measured on an H200, over some hundred layers of networks. Strips: channels, rows, columns.
+CONV_STRIP, MANY_TAPS_CONV_STRIP = (4, 2, 4), (2, 4, 4)
+SMALL_CONV_STRIPS = (2, 2, 2), (1, 1, 2)  # for problems that would leave too few threads
+ENOUGH_THREADS = 15_000
+WEIGHT_GRAD_STRIP, STRIDED_WEIGHT_GRAD_STRIP = (4, 2, 4), (2, 2, 2)
+# With a filter row a block; maps are 7, 14, 28 and 56 wide. The second leaves registers for a wide filter.
+SMALL_WEIGHT_GRAD_STRIP, WIDE_WEIGHT_GRAD_STRIP = (4, 1, 7), (2, 1, 4)
+ENOUGH_OUTPUTS = 4_500_000  # for the strips of weight gradients that take all filter rows
+FEW_STRIPS = 256  # of all images, that are worth one launch
+ENOUGH_BLOCKS = MULTIPROCESSORS // 4  # for one launch
 
 
 def conv_strip(problem: Problem) -> Strip:
-    choices = CONV_STRIPS if problem.taps <= FEW_TAPS else MANY_TAPS_CONV_STRIPS
-    widest = min(problem.inner.vector, problem.outer.vector)
-    fitting = [s for s in choices if s[0] <= widest] or [(1, 4, 4), (1, 2, 4)]
-    strip = next((s for s in fitting if problem.outputs >= ENOUGH_THREADS * s[0] * s[1] * s[2]), fitting[-1])
-    return _share(problem, Strip(*strip, lanes=1, threads=128), range(1, 65))
+    v, h, widest = problem.vertical, problem.horizontal, min(problem.inner.vector, problem.outer.vector)
+    first = CONV_STRIP if problem.taps <= FEW_TAPS else MANY_TAPS_CONV_STRIP
+    choices = [s for s in (first, *SMALL_CONV_STRIPS) if s[0] <= widest] if widest > 1 else [(1, 4, 4), (1, 2, 2)]
+    choices = [s for s in choices if s[1] % v.u == 0 and s[2] % h.u == 0]
+    strip = next((s for s in choices if problem.outputs >= ENOUGH_THREADS * s[0] * s[1] * s[2]), choices[-1])
+    return _share(problem, Strip(*strip, lanes=1, threads=128))
 
 
-def weight_grad_strip(problem: Problem) -> Strip:
-    vector, rows, columns = (4, 2, 4) if problem.taps <= FEW_TAPS else (2, 4, 4)
-    if problem.outputs < ENOUGH_OUTPUTS and problem.taps <= FEW_TAPS:
-        vector = 2
-    vector = min(vector, problem.inner.vector, problem.outer.vector)
-    rows = min(rows, 2) if vector == 1 else rows
-    strip = Strip(vector, rows, columns, lanes=1, threads=256, height=problem.vertical.k)
-    # a small map in one launch: where the channels suffice, a block for each multiprocessor sees to all strips of its channels
-    share = -(-problem.channels // vector) // MULTIPROCESSORS
-    small = replace(strip, lanes=max(2, 1 << max(0, share.bit_length() - 1)) if share else 1)
-    threads = _strip_grid(problem, small)[0] * small.lanes
-    few = problem.taps <= FEW_TAPS
-    if small.lanes <= 32 and (threads <= 512 if share else few and threads <= 256):
-        return replace(small, threads=min(512 if few and vector <= 2 else 256, -(-threads // 32) * 32))
-    return _share(problem, strip, (1, 2, 4, 8, 16, 32))
-
-
-def _share(problem: Problem, strip: Strip, choices: Iterable[int]) -> Strip:
+def _share(problem: Problem, strip: Strip) -> Strip:
     """Shares the threads of a block so that few idle and neighbours read whole sectors, better whole lines, of memory."""
     groups = -(-problem.channels // strip.vector)
 
     def use(lanes: int) -> float:
         busy = groups / (-(-groups // lanes) * lanes) * (strip.threads // lanes * lanes / strip.threads)
-        read = 2 * strip.vector * lanes if lanes < groups else 128  # whole pixels are neighbours
-        narrow = 0.85 if problem.taps <= FEW_TAPS else 1.0
-        return busy * (1.0 if read >= 128 else 0.99 if read >= 64 else narrow if read >= 32 else 0.8)
+        read = 2 * strip.vector * lanes
+        if lanes == groups:  # whole pixels are neighbours
+            return busy
+        return busy * (1.0 if read % 32 == 0 else 0.94) * (1.0 if read >= 128 else 0.93 if read >= 64 else 0.86)
 
-    return replace(strip, lanes=max((n for n in choices if n <= groups), key=use))
+    return replace(strip, lanes=max(range(1, min(groups, 64) + 1), key=use))
+
+
+def weight_grad_strip(problem: Problem) -> Strip:
+    v, widest = problem.vertical, min(problem.inner.vector, problem.outer.vector)
+    height, wide = v.k, problem.horizontal.k
+    if widest == 1:
+        vector, rows, columns = 1, 4, 4
+    elif problem.outputs <= ENOUGH_OUTPUTS:
+        (vector, rows, columns), height = (SMALL_WEIGHT_GRAD_STRIP if wide <= FEW_TAPS else WIDE_WEIGHT_GRAD_STRIP), 1
+    else:
+        vector, rows, columns = (
+            WEIGHT_GRAD_STRIP if v.s == 1 and problem.taps <= FEW_TAPS else STRIDED_WEIGHT_GRAD_STRIP
+        )
+    vector = min(vector, widest)
+    groups = -(-problem.channels // vector)
+    lanes = min(32 // vector if vector > 1 else 16, 1 << (groups - 1).bit_length())  # half a line of memory
+    strip = Strip(vector, rows, columns, lanes, 256, height)
+    strips = _strip_grid(problem, strip)[0]
+    if strips > FEW_STRIPS:
+        return strip
+    while strip.lanes > 1 and _weight_grad_columns(problem, strip) < ENOUGH_BLOCKS:
+        strip = replace(strip, lanes=strip.lanes // 2)
+    crowded = wide <= 5 and strips * strip.lanes > 256 and _weight_grad_columns(problem, strip) < MULTIPROCESSORS
+    return replace(strip, threads=512 if crowded else 256)
+
+
+def _weight_grad_columns(problem: Problem, strip: Strip) -> int:
+    """Blocks that have no sum in common."""
+    return _strip_grid(problem, strip)[3] * (problem.vertical.k // strip.height)
 
 
 def describe(problem: Problem, strip: Strip) -> str:
@@ -108,9 +126,8 @@ def weight_grad_macros(problem: Problem, strip: Strip) -> dict[str, int]:
 
 def conv_macros(problem: Problem, strip: Strip) -> dict[str, int]:
     v, h = problem.vertical, problem.horizontal
-    one_strip_a_thread = (strip.rows, strip.columns) == CONV_STRIPS[-1][1:]
     upsampling = {"UH": v.u, "UW": h.u, "PHASE_H": v.phase, "PHASE_W": h.phase, "FIRST_H": v.first, "FIRST_W": h.first}
-    return {**weight_grad_macros(problem, strip), **upsampling, "STAGED": not one_strip_a_thread}
+    return {**weight_grad_macros(problem, strip), **upsampling}
 
 
 def _strip_grid(problem: Problem, strip: Strip) -> tuple[int, int, int, int]:
@@ -141,8 +158,9 @@ def _strip_blocks(device: torch.device, channel_blocks: int, groups: int) -> int
 def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
     strip = weight_grad_strip(problem)
     strips, across, down, channel_blocks = _strip_grid(problem, strip)
-    columns = channel_blocks * (problem.vertical.k // strip.height)
-    splits = choose_splits(x.device, columns, -(-strips // strip.strips), resident=1, few=FEW_STRIPS)
+    columns = _weight_grad_columns(problem, strip)
+    groups_of_strips = -(-strips // strip.strips)
+    splits = 1 if strips <= FEW_STRIPS else choose_splits(x.device, columns, groups_of_strips, resident=1)
     numbers = strips, problem.channels, *conv_sizes(problem), across, down, channel_blocks
     macros, shape = weight_grad_macros(problem, strip), {"blocks": columns * splits, "threads": strip.threads}
     kernel = "depthwise_direct_weight_grad"

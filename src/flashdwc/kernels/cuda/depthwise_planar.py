@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from ...core.backend import Plan
-from .depthwise_problem import Problem
+from .depthwise_problem import MULTIPROCESSORS, Axis, Problem
 from .depthwise_tensor_core import choose_splits, conv_plan, conv_sizes, weight_grad_plan
 
 THREADS = 256
-FEW_STRIPS = 4  # that a thread had better take one after the other than share with others
 ENOUGH_BLOCKS = 8  # for each multiprocessor
-ENOUGH_THREADS = 67_000  # twice the threads of a wave on the largest cards
+# What follows was measured on an H200, over some hundred layers of networks.
+ENOUGH_THREADS = 25_000
 FEW_TAPS, MAX_TAPS, MAX_NARROW_TAPS = 12, 25, 49
-SMALL = 4_000_000  # outputs: below, starting costs more than multiplying
+SMALL, VERY_SMALL = 4_000_000, 1_000_000  # outputs: below, starting costs more than multiplying
+ENOUGH_STRIPS = 200  # of a channel, for strips of several rows in a weight gradient
 
 
 @dataclass(frozen=True)
@@ -27,24 +28,29 @@ class Strip:
     height: int = 1  # filter rows of a block, for weight gradients
 
 
-def conv_strip(problem: Problem) -> Strip:
-    planes = problem.images * problem.channels
-    choices = (4, 2, 1) if problem.taps <= FEW_TAPS or problem.inner.vector > 1 else (2, 1)
-    fitting = (rows for rows in choices if planes * _strips(problem, rows)[1] >= ENOUGH_THREADS)
-    rows = 1 if problem.vertical.out == 1 else next(fitting, 1)
-    return Strip(rows, min(THREADS, 1 << (_strips(problem, rows)[1] - 1).bit_length()))
-
-
 def suits(problem: Problem) -> bool:
-    """Whether the kernel covers a problem and is the fastest (measured on an H200)."""
+    """Whether the forward kernel covers a problem and is the fastest."""
+    strided = max(problem.vertical.s, problem.horizontal.s) > 1
+    return _covers(problem) and (problem.outputs <= SMALL or problem.taps <= FEW_TAPS or strided or _narrow(problem))
+
+
+def suits_weight_grad(problem: Problem) -> bool:
+    strided = max(problem.vertical.s, problem.horizontal.s) > 1
+    return _covers(problem) and (
+        problem.outputs <= SMALL // 2 or problem.taps <= FEW_TAPS or strided or _narrow(problem)
+    )
+
+
+def _covers(problem: Problem) -> bool:
     v, h = problem.vertical, problem.horizontal
-    reach = _narrow(problem) or (0 <= h.p <= 8 and (h.k - 1) * h.d - h.p - (h.s - 1) <= 8)
     plain = max(v.u, h.u, problem.spread, problem.sum) == 1 and max(v.s, h.s) <= 2 and not problem.linear
     planar = not problem.inner.nhwc and not problem.outer.nhwc
-    most = MAX_NARROW_TAPS if _narrow(problem) else MAX_TAPS
-    few = problem.taps <= FEW_TAPS or (problem.taps <= most and problem.outputs <= SMALL)
+    reach = _narrow(problem) or (0 <= h.p <= 8 and (h.k - 1) * h.d - h.p - (h.s - 1) <= 8)
+    taps = _taps_that_meet(v) * _taps_that_meet(h)
+    few = taps <= MAX_TAPS or (problem.outputs <= VERY_SMALL and _narrow(problem))
     few_planes = problem.images * problem.channels < 2**31
-    return planar and plain and reach and few and few_planes and 0 < problem.outputs < 2**33
+    most = MAX_NARROW_TAPS if _narrow(problem) else MAX_TAPS
+    return planar and plain and reach and few and problem.taps <= most and few_planes and 0 < problem.outputs < 2**33
 
 
 def _narrow(problem: Problem) -> bool:
@@ -53,10 +59,29 @@ def _narrow(problem: Problem) -> bool:
     return h.size <= 8 * h.s and h.out <= 8
 
 
+def _taps_that_meet(axis: Axis) -> int:
+    """Taps that meet the plane for some output; with dilation, the others may be many."""
+    return sum(-(axis.out - 1) * axis.s <= k * axis.d - axis.p < axis.size for k in range(axis.k))
+
+
+def conv_strip(problem: Problem) -> Strip:
+    v, planes = problem.vertical, problem.images * problem.channels
+    most = max(1, (v.k - 1) // v.s) if v.d == 1 else 1  # rows that share what they read
+    choices = (rows for rows in (4, 2, 1) if rows <= most and planes * _strips(problem, rows)[1] >= ENOUGH_THREADS)
+    rows = next(choices, 1)
+    return Strip(rows, min(32, _power_of_two(_strips(problem, rows)[1])))
+
+
 def weight_grad_strip(problem: Problem) -> Strip:
-    all_strips = problem.images * _strips(problem, 1)[1]
-    lanes = min(THREADS, 1 << (all_strips - 1).bit_length())
-    return Strip(1, lanes, problem.vertical.k if problem.taps <= FEW_TAPS else 1)
+    v, h = problem.vertical, problem.horizontal
+    whole = [rows for rows in (4, 2, 1) if v.out > 8 or v.out % rows == 0]
+    all_strips = {rows: problem.images * _strips(problem, rows)[1] for rows in whole}
+    rows = next((rows for rows in whole if all_strips[rows] >= ENOUGH_STRIPS), 1)
+    return Strip(rows, max(32, min(THREADS, _power_of_two(all_strips[rows]))), v.k if h.k > 1 else 1)
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
 
 
 def describe(problem: Problem, strip: Strip) -> str:
@@ -103,7 +128,8 @@ def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weigh
     across, strips = _strips(problem, strip.rows)
     all_strips, channel_blocks = problem.images * strips, -(-problem.channels // (THREADS // strip.lanes))
     columns = channel_blocks * (problem.vertical.k // strip.height)
-    splits = choose_splits(x.device, columns, -(-all_strips // strip.lanes), resident=2, few=FEW_STRIPS)
+    few = 4 if columns >= 2 * MULTIPROCESSORS else 1  # groups of strips that are worth one launch
+    splits = choose_splits(x.device, columns, -(-all_strips // strip.lanes), resident=2, few=few)
     numbers = problem.channels, *conv_sizes(problem), across, strips, all_strips, channel_blocks
     macros, shape = weight_grad_macros(problem, strip), {"blocks": columns * splits, "threads": THREADS}
     kernel = "depthwise_planar_weight_grad"
