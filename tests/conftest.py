@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
 import tempfile
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 _CACHE = tempfile.TemporaryDirectory(prefix="flashdwc-tests-")
 os.environ["FLASHDWC_CACHE_DIR"] = _CACHE.name  # before the package reads it; subprocesses inherit it
@@ -55,6 +58,17 @@ def place(request: pytest.FixtureRequest) -> dict:
     """Keyword arguments of a tensor: device and dtype, one for each kernel that differs."""
     device, dtype = request.param
     return {"device": device, "dtype": dtype}
+
+
+@pytest.fixture
+def much_gpu_memory() -> Iterator[None]:
+    """One test at a time, of all that share the machine, and nothing kept behind."""
+    with (Path(tempfile.gettempdir()) / "flashdwc-tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        torch.cuda.empty_cache()
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -31,15 +31,12 @@ def _why_not_here(x: Tensor) -> str | None:
     return jit.why_unavailable()
 
 
-def _prefers_direct(problem: Problem) -> bool:
+def _prefers_direct(problem: Problem, *, small: bool) -> bool:
     """Measured on an H200: few taps always; more where the tensor cores' tiles are read in small pieces or strided, and
-    where there is too little to do for tiles."""
+    where there is too little to do for tiles (``small``)."""
     if direct.why_not(problem) is not None:
         return False
-    v, h = problem.vertical, problem.horizontal
-    strided = max(v.s, h.s, v.u, h.u) > 1
-    small = problem.outputs <= 1_000_000 or (problem.outputs <= 4_000_000 and h.out > 14)
-    return problem.taps <= direct.FEW_TAPS or strided or small or problem.inner.vector < 4
+    return problem.taps <= direct.FEW_TAPS or problem.strided or problem.inner.vector < 4 or small
 
 
 def _conv_engine(problem: Problem, limit: int) -> Any:
@@ -47,13 +44,15 @@ def _conv_engine(problem: Problem, limit: int) -> Any:
         return stream
     if planar.suits(problem):
         return planar
-    return direct if _prefers_direct(problem) else tensor_core
+    small = problem.outputs <= (1_000_000 if problem.dilated else 150_000)
+    return direct if _prefers_direct(problem, small=small) else tensor_core
 
 
 def _weight_grad_engine(problem: Problem, limit: int) -> Any:
     if planar.suits_weight_grad(problem):
         return planar
-    return direct if _prefers_direct(problem) else tensor_core
+    small = problem.outputs <= 1_000_000 and (problem.dilated or problem.horizontal.out <= 14)
+    return direct if _prefers_direct(problem, small=small) else tensor_core
 
 
 def _backend(

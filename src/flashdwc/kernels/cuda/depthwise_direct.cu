@@ -4,7 +4,8 @@
 // ROWS x COLUMNS outputs; it reads each input pixel of the strip's window once, straight from global memory, and adds it to all outputs
 // that it feeds. Filters stay in registers, in fp32, while the block walks over its strips.
 //
-// Where a filter of the block holds an inf or NaN, taps on padding are left out one by one, as 0 * inf would make NaN.
+// 0 * inf on padding makes NaN of an output that never meets the inf: a strip with outputs that are not finite is computed again, tap
+// by tap.
 //
 //   block:  LANES channel groups (neighbours in memory) x STRIPS strips (neighbours along the row)
 #include "by_taps.cuh"
@@ -22,20 +23,6 @@ struct Params {
   int strips, channels, rows, columns, out_rows, out_columns, strips_across, strips_down, channel_blocks;
 };
 
-// The thread's filters as floats; true where one is not finite.
-__device__ __forceinline__ bool load_filters(float (&w)[KH * KW][VEC], const Params& p, int channel) {
-  u32 bits = 0;
-#pragma unroll
-  for (int k = 0; k < KH * KW; ++k)
-#pragma unroll
-    for (int e = 0; e < VEC; ++e) {
-      u16 v = filter_element(p, channel + e, 0, k);
-      bits |= non_finite(v);
-      w[k][e] = to_float(v);
-    }
-  return bits & NON_FINITE_BITS;
-}
-
 struct Place {  // of a strip's first output
   int image, row, column;
 };
@@ -49,26 +36,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct(const __g
   const int channel = (blockIdx.x % p.channel_blocks * LANES + threadIdx.x % LANES) * VEC;
   if (threadIdx.x >= STRIPS * LANES || channel >= p.channels) return;
   float w[KH * KW][VEC];
-  const bool bad = load_filters(w, p, channel);
+#pragma unroll
+  for (int k = 0; k < KH * KW; ++k)
+#pragma unroll
+    for (int e = 0; e < VEC; ++e) w[k][e] = to_float(filter_element(p, channel + e, 0, k));
   AddBias epilogue{p.bias};
   float bias[VEC];
 #pragma unroll
   for (int e = 0; e < VEC; ++e) bias[e] = epilogue.start(channel + e);
 
   const unsigned first = blockIdx.x / p.channel_blocks * STRIPS + threadIdx.x / LANES, step = gridDim.x / p.channel_blocks * STRIPS;
-  if (bad) {
-    for (unsigned strip = first; strip < p.strips; strip += step) {
-      const Place at = place_of(strip, p);
-#pragma unroll 1
-      for (int i = 0; i < ROWS * COLUMNS * VEC; ++i) {
-        int c = channel + i % VEC, column = at.column + i / VEC % COLUMNS, row = at.row + i / (VEC * COLUMNS);
-        if (row >= p.out_rows || column >= p.out_columns) continue;
-        float sum = by_taps(p, at.image, c, row, column) + epilogue.start(c);
-        p.y.data[at.image * p.y.image + c + row * p.y.row + column * p.y.column] = from_float(sum);
-      }
-    }
-    return;
-  }
   for (unsigned strip = first; strip < p.strips; strip += step) {
     const auto [image, row0, column0] = place_of(strip, p);
     const int y0 = row0 / UH * SH - FIRST_H, x0 = column0 / UW * SW - FIRST_W;
@@ -105,10 +82,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct(const __g
     }
 
     u16* target = p.y.data + image * p.y.image + row0 * p.y.row + column0 * p.y.column + channel;
+    u32 watched = 0;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c)
-        if (row0 + r < p.out_rows && column0 + c < p.out_columns) write_pixel<VEC>(target + r * p.y.row + c * p.y.column, acc[r][c]);
+        if (row0 + r < p.out_rows && column0 + c < p.out_columns) write_pixel<VEC>(target + r * p.y.row + c * p.y.column, acc[r][c], watched);
+    if (!watched_non_finite(watched)) continue;
+#pragma unroll 1
+    for (int i = 0; i < ROWS * COLUMNS * VEC; ++i) {
+      int c = channel + i % VEC, column = column0 + i / VEC % COLUMNS, row = row0 + i / (VEC * COLUMNS);
+      if (row >= p.out_rows || column >= p.out_columns) continue;
+      float sum = by_taps(p, image, c, row, column) + epilogue.start(c);
+      p.y.data[image * p.y.image + c + row * p.y.row + column * p.y.column] = from_float(sum);
+    }
   }
 }

@@ -100,7 +100,9 @@ def weight_grad_strip(problem: Problem) -> Strip:
     strips = _strip_grid(problem, strip)[0]
     if strips > FEW_STRIPS:
         return strip
-    while strip.lanes > 1 and _weight_grad_columns(problem, strip) < ENOUGH_BLOCKS:
+    while strip.lanes > 1 and (
+        _weight_grad_columns(problem, strip) < ENOUGH_BLOCKS or strips * strip.lanes > 4 * FEW_STRIPS
+    ):
         strip = replace(strip, lanes=strip.lanes // 2)
     crowded = wide <= 5 and strips * strip.lanes > 256 and _weight_grad_columns(problem, strip) < MULTIPROCESSORS
     return replace(strip, threads=512 if crowded else 256)

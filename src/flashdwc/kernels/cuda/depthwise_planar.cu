@@ -3,7 +3,8 @@
 // A thread has one plane's filter in registers, in fp32, and walks over strips of ROWS x 8 outputs. Of each input row behind a strip it
 // reads the strip's columns and, where the filter reaches beyond them, the 8 before and behind, whose lines its neighbours read.
 //
-// Where a filter holds an inf or NaN, taps on padding are left out one by one, as 0 * inf would make NaN.
+// 0 * inf on padding makes NaN of an output that never meets the inf: a strip with outputs that are not finite is computed again, tap
+// by tap.
 //
 //   block:  LANES threads for each of THREADS / LANES planes
 #include "by_taps.cuh"
@@ -43,34 +44,17 @@ __device__ __forceinline__ void write_outputs(u16* to, const Octet& v, int valid
 
 extern "C" __global__ void __launch_bounds__(THREADS) depthwise_planar(const __grid_constant__ Params p) {
   const int wanted = blockIdx.x / p.parts * (THREADS / LANES) + threadIdx.x / LANES, plane = min(wanted, p.planes - 1);
-  int strips = wanted < p.planes ? p.strips : 0;
+  const int strips = wanted < p.planes ? p.strips : 0;
   const int image = plane / p.channels, channel = plane % p.channels;
   const u16* source = p.x.data + image * p.x.image + channel * p.x.channel;
   u16* target = p.y.data + image * p.y.image + channel * p.y.channel;
   const AddBias epilogue{p.bias};
   const float start = epilogue.start(channel);
   float w[KH * KW];
-  u32 bits = 0;
 #pragma unroll
-  for (int k = 0; k < KH * KW; ++k) {
-    u16 v = filter_element(p, channel, 0, k);
-    bits |= non_finite(v);
-    w[k] = to_float(v);
-  }
+  for (int k = 0; k < KH * KW; ++k) w[k] = to_float(filter_element(p, channel, 0, k));
 
   const int begin = blockIdx.x % p.parts * LANES, step = p.parts * LANES;
-  if (bits & NON_FINITE_BITS) {
-    for (int strip = begin + threadIdx.x % LANES; strip < strips; strip += step) {
-      const int column = strip % p.strips_across * 8, row = strip / p.strips_across * ROWS;
-#pragma unroll 1
-      for (int i = 0; i < ROWS * 8; ++i) {
-        int r = row + i / 8, c = column + i % 8;
-        if (r < p.out_rows && c < p.out_columns)
-          target[r * p.y.row + c] = from_float(epilogue.finish(by_taps(p, image, channel, r, c) + start, channel));
-      }
-    }
-    strips = 0;
-  }
   for (int first = begin; first < p.strips; first += step) {  // all threads of a warp, as they exchange outputs
     const int strip = first + threadIdx.x % LANES, column = strip % p.strips_across * 8, row0 = strip / p.strips_across * ROWS;
     const int valid_rows = p.out_rows - row0;
@@ -95,13 +79,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_planar(const __g
             if (in_window(window_column(c, kw))) acc[r][c] += w[kh / DH * KW + kw] * in[window_column(c, kw)];
       }
     }
+    u32 watched = 0;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       Octet v;
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
+      for (int e = 0; e < 4; ++e) {
         v.word[e] = pack(epilogue.finish(acc[r][2 * e], channel), epilogue.finish(acc[r][2 * e + 1], channel));
+        watch(watched, v.word[e]);
+      }
       write_outputs(target + (row0 + r) * p.y.row + column, v, r < valid_rows ? valid_columns : 0);
+    }
+    const bool bad = watched_non_finite(watched);
+    __syncwarp();  // what is overwritten may be another thread's
+#pragma unroll 1
+    for (int i = 0; bad && i < ROWS * 8; ++i) {
+      const int r = i / 8, c = i % 8;
+      if (r >= valid_rows || c >= valid_columns) continue;
+      const float sum = by_taps(p, image, channel, row0 + r, column + c) + start;
+      target[(row0 + r) * p.y.row + column + c] = from_float(epilogue.finish(sum, channel));
     }
   }
 }

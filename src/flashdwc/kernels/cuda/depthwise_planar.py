@@ -17,7 +17,7 @@ ENOUGH_BLOCKS = 8  # for each multiprocessor
 # What follows was measured on an H200, over some hundred layers of networks.
 ENOUGH_THREADS = 25_000
 FEW_TAPS, MAX_TAPS, MAX_NARROW_TAPS = 12, 25, 49
-SMALL, VERY_SMALL = 4_000_000, 1_000_000  # outputs: below, starting costs more than multiplying
+SMALL, VERY_SMALL = 2_000_000, 1_000_000  # outputs: below, starting costs more than multiplying
 ENOUGH_STRIPS = 200  # of a channel, for strips of several rows in a weight gradient
 
 
@@ -30,15 +30,13 @@ class Strip:
 
 def suits(problem: Problem) -> bool:
     """Whether the forward kernel covers a problem and is the fastest."""
-    strided = max(problem.vertical.s, problem.horizontal.s) > 1
-    return _covers(problem) and (problem.outputs <= SMALL or problem.taps <= FEW_TAPS or strided or _narrow(problem))
+    small = problem.outputs <= (SMALL if problem.dilated else VERY_SMALL if problem.horizontal.out <= 16 else 0)
+    return _covers(problem) and (small or problem.taps <= FEW_TAPS or problem.strided or _narrow(problem))
 
 
 def suits_weight_grad(problem: Problem) -> bool:
-    strided = max(problem.vertical.s, problem.horizontal.s) > 1
-    return _covers(problem) and (
-        problem.outputs <= SMALL // 2 or problem.taps <= FEW_TAPS or strided or _narrow(problem)
-    )
+    small = problem.outputs <= SMALL
+    return _covers(problem) and (small or problem.taps <= FEW_TAPS or problem.strided or _narrow(problem))
 
 
 def _covers(problem: Problem) -> bool:

@@ -68,6 +68,15 @@ class Problem:
         return self.vertical.k * self.horizontal.k
 
     @property
+    def strided(self) -> bool:
+        v, h = self.vertical, self.horizontal
+        return max(v.s, h.s, v.u, h.u) > 1
+
+    @property
+    def dilated(self) -> bool:
+        return max(self.vertical.d, self.horizontal.d) > 1
+
+    @property
     def folded(self) -> Problem:
         """One long row cut into rows as wide as a tile, so that tiles have rows to share."""
         v, h = self.vertical, self.horizontal

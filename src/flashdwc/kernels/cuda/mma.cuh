@@ -33,16 +33,6 @@ __device__ __forceinline__ u16 from_float(float v) { return u16(pack(v, 0.f)); }
 __device__ __forceinline__ void watch(u32& sum, u32 v) { asm("fma.rn." ELEMENT "x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(v), "r"(0)); }
 __device__ __forceinline__ bool watched_non_finite(u32 sum) { return sum & 0x7fff7fffu; }
 
-// Sets the sign bit of each half whose exponent is all ones (inf or NaN).
-__device__ __forceinline__ u32 non_finite(u32 v) {
-#if BF16
-  return (v & 0x7fff7fffu) + 0x00800080u;
-#else
-  return (v & 0x7fff7fffu) + 0x04000400u;
-#endif
-}
-constexpr u32 NON_FINITE_BITS = 0x80008000u;
-
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
 // Four (two) 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8.

@@ -14,8 +14,15 @@ template <int width> __device__ __forceinline__ void read_pixel(float (&v)[width
   for (int e = 0; e < width; ++e) v[e] = to_float(raw.element[e]);
 }
 
-template <int width> __device__ __forceinline__ void write_pixel(u16* p, const float (&v)[width]) {
-  if constexpr (width == 1) *p = from_float(v[0]);
-  if constexpr (width == 2) *reinterpret_cast<u32*>(p) = pack(v[0], v[1]);
-  if constexpr (width == 4) *reinterpret_cast<uint2*>(p) = make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
+// Watches what it writes for inf and NaN.
+template <int width> __device__ __forceinline__ void write_pixel(u16* p, const float (&v)[width], u32& watched) {
+  u32 words[width > 2 ? 2 : 1];
+#pragma unroll
+  for (int e = 0; e < width; e += 2) {
+    words[e / 2] = pack(v[e], width > 1 ? v[e + 1] : 0.f);
+    watch(watched, words[e / 2]);
+  }
+  if constexpr (width == 1) *p = u16(words[0]);
+  if constexpr (width == 2) *reinterpret_cast<u32*>(p) = words[0];
+  if constexpr (width == 4) *reinterpret_cast<uint2*>(p) = make_uint2(words[0], words[1]);
 }
