@@ -31,12 +31,7 @@ def _why_not_here(x: Tensor) -> str | None:
     return jit.why_unavailable()
 
 
-def _prefers_direct(problem: Problem, *, small: bool) -> bool:
-    """Measured on an H200: few taps always; more where the tensor cores' tiles are read in small pieces or strided, and
-    where there is too little to do for tiles (``small``)."""
-    if direct.why_not(problem) is not None:
-        return False
-    return problem.taps <= direct.FEW_TAPS or problem.strided or problem.inner.vector < 4 or small
+# Which kernel is the fastest was measured on an H200.
 
 
 def _conv_engine(problem: Problem, limit: int) -> Any:
@@ -44,15 +39,21 @@ def _conv_engine(problem: Problem, limit: int) -> Any:
         return stream
     if planar.suits(problem):
         return planar
-    small = problem.outputs <= (1_000_000 if problem.dilated else 150_000)
-    return direct if _prefers_direct(problem, small=small) else tensor_core
+    narrow = problem.inner.vector < 4 or (problem.inner.vector == 4 and problem.outputs <= 4_000_000)
+    return direct if _prefers_direct(problem, narrow) else tensor_core
 
 
 def _weight_grad_engine(problem: Problem, limit: int) -> Any:
     if planar.suits_weight_grad(problem):
         return planar
-    small = problem.outputs <= 1_000_000 and (problem.dilated or problem.horizontal.out <= 14)
-    return direct if _prefers_direct(problem, small=small) else tensor_core
+    small = problem.outputs <= 1_000_000 and problem.horizontal.out <= 14
+    return direct if _prefers_direct(problem, small or problem.inner.vector < 4) else tensor_core
+
+
+def _prefers_direct(problem: Problem, tiles_suffer: bool) -> bool:
+    """Few taps always; more where tiles are strided, read in small pieces or have too little to do."""
+    few = problem.taps <= direct.FEW_TAPS
+    return direct.why_not(problem) is None and (few or problem.strided or tiles_suffer)
 
 
 def _backend(

@@ -48,12 +48,12 @@ def why_not(problem: Problem) -> str | None:
 
 
 # The choices below were measured on an H200, over some hundred layers of networks. Strips: channels, rows, columns.
-CONV_STRIP, MANY_TAPS_CONV_STRIP = (4, 2, 4), (2, 4, 4)
-SMALL_CONV_STRIPS = (2, 2, 2), (1, 1, 2)  # for problems that would leave too few threads
+CONV_STRIPS = (4, 2, 4), (2, 2, 2), (1, 1, 2)  # of a small problem one that leaves enough threads
+MANY_TAPS_CONV_STRIPS = (2, 4, 4), (2, 2, 4), (2, 2, 2)
 ENOUGH_THREADS = 15_000
 WEIGHT_GRAD_STRIP, STRIDED_WEIGHT_GRAD_STRIP = (4, 2, 4), (2, 2, 2)
-# With a filter row a block; maps are 7, 14, 28 and 56 wide. The second leaves registers for a wide filter.
-SMALL_WEIGHT_GRAD_STRIP, WIDE_WEIGHT_GRAD_STRIP = (4, 1, 7), (2, 1, 4)
+# With a filter row a block, of one tap, of few, of many, which need registers. Maps are 7, 14, 28 and 56 wide.
+SMALL_WEIGHT_GRAD_STRIPS = (4, 4, 4), (4, 1, 7), (2, 1, 4)
 ENOUGH_OUTPUTS = 4_500_000  # for the strips of weight gradients that take all filter rows
 FEW_STRIPS = 256  # of all images, that are worth one launch
 ENOUGH_BLOCKS = MULTIPROCESSORS // 4  # for one launch
@@ -61,10 +61,10 @@ ENOUGH_BLOCKS = MULTIPROCESSORS // 4  # for one launch
 
 def conv_strip(problem: Problem) -> Strip:
     v, h, widest = problem.vertical, problem.horizontal, min(problem.inner.vector, problem.outer.vector)
-    first = CONV_STRIP if problem.taps <= FEW_TAPS else MANY_TAPS_CONV_STRIP
-    choices = [s for s in (first, *SMALL_CONV_STRIPS) if s[0] <= widest] if widest > 1 else [(1, 4, 4), (1, 2, 2)]
-    choices = [s for s in choices if s[1] % v.u == 0 and s[2] % h.u == 0]
-    strip = next((s for s in choices if problem.outputs >= ENOUGH_THREADS * s[0] * s[1] * s[2]), choices[-1])
+    choices = CONV_STRIPS if problem.taps <= FEW_TAPS else MANY_TAPS_CONV_STRIPS
+    fitting = [s for s in choices if s[0] <= widest] if widest > 1 else [(1, 4, 4), (1, 2, 2)]
+    fitting = [s for s in fitting if s[1] % v.u == 0 and s[2] % h.u == 0]
+    strip = next((s for s in fitting if problem.outputs >= ENOUGH_THREADS * s[0] * s[1] * s[2]), fitting[-1])
     return _share(problem, Strip(*strip, lanes=1, threads=128))
 
 
@@ -83,16 +83,8 @@ def _share(problem: Problem, strip: Strip) -> Strip:
 
 
 def weight_grad_strip(problem: Problem) -> Strip:
-    v, widest = problem.vertical, min(problem.inner.vector, problem.outer.vector)
-    height, wide = v.k, problem.horizontal.k
-    if widest == 1:
-        vector, rows, columns = 1, 4, 4
-    elif problem.outputs <= ENOUGH_OUTPUTS:
-        (vector, rows, columns), height = (SMALL_WEIGHT_GRAD_STRIP if wide <= FEW_TAPS else WIDE_WEIGHT_GRAD_STRIP), 1
-    else:
-        vector, rows, columns = (
-            WEIGHT_GRAD_STRIP if v.s == 1 and problem.taps <= FEW_TAPS else STRIDED_WEIGHT_GRAD_STRIP
-        )
+    widest, wide = min(problem.inner.vector, problem.outer.vector), problem.horizontal.k
+    (vector, rows, columns), height = _weight_grad_shape(problem)
     vector = min(vector, widest)
     groups = -(-problem.channels // vector)
     lanes = min(32 // vector if vector > 1 else 16, 1 << (groups - 1).bit_length())  # half a line of memory
@@ -106,6 +98,16 @@ def weight_grad_strip(problem: Problem) -> Strip:
         strip = replace(strip, lanes=strip.lanes // 2)
     crowded = wide <= 5 and strips * strip.lanes > 256 and _weight_grad_columns(problem, strip) < MULTIPROCESSORS
     return replace(strip, threads=512 if crowded else 256)
+
+
+def _weight_grad_shape(problem: Problem) -> tuple[tuple[int, int, int], int]:
+    """Channels, rows and columns of a strip; filter rows of a block."""
+    height, wide = problem.vertical.k, problem.horizontal.k
+    if problem.inner.vector == 1 or problem.outer.vector == 1:
+        return (1, 4, 4), height
+    if problem.outputs <= ENOUGH_OUTPUTS:
+        return SMALL_WEIGHT_GRAD_STRIPS[0 if wide == 1 else 1 if wide <= FEW_TAPS else 2], 1
+    return (STRIDED_WEIGHT_GRAD_STRIP if problem.strided or problem.taps > FEW_TAPS else WEIGHT_GRAD_STRIP), height
 
 
 def _weight_grad_columns(problem: Problem, strip: Strip) -> int:

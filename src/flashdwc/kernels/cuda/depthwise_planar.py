@@ -17,7 +17,7 @@ ENOUGH_BLOCKS = 8  # for each multiprocessor
 # What follows was measured on an H200, over some hundred layers of networks.
 ENOUGH_THREADS = 25_000
 FEW_TAPS, MAX_TAPS, MAX_NARROW_TAPS = 12, 25, 49
-SMALL, VERY_SMALL = 2_000_000, 1_000_000  # outputs: below, starting costs more than multiplying
+SMALL = 1_000_000  # outputs: below, starting costs more than multiplying
 ENOUGH_STRIPS = 200  # of a channel, for strips of several rows in a weight gradient
 
 
@@ -30,12 +30,12 @@ class Strip:
 
 def suits(problem: Problem) -> bool:
     """Whether the forward kernel covers a problem and is the fastest."""
-    small = problem.outputs <= (SMALL if problem.dilated else VERY_SMALL if problem.horizontal.out <= 16 else 0)
+    small = problem.outputs <= SMALL and problem.horizontal.out <= 16
     return _covers(problem) and (small or problem.taps <= FEW_TAPS or problem.strided or _narrow(problem))
 
 
 def suits_weight_grad(problem: Problem) -> bool:
-    small = problem.outputs <= SMALL
+    small = problem.outputs <= 2 * SMALL
     return _covers(problem) and (small or problem.taps <= FEW_TAPS or problem.strided or _narrow(problem))
 
 
@@ -45,7 +45,7 @@ def _covers(problem: Problem) -> bool:
     planar = not problem.inner.nhwc and not problem.outer.nhwc
     reach = _narrow(problem) or (0 <= h.p <= 8 and (h.k - 1) * h.d - h.p - (h.s - 1) <= 8)
     taps = _taps_that_meet(v) * _taps_that_meet(h)
-    few = taps <= MAX_TAPS or (problem.outputs <= VERY_SMALL and _narrow(problem))
+    few = taps <= MAX_TAPS or (problem.outputs <= SMALL and _narrow(problem))
     few_planes = problem.images * problem.channels < 2**31
     most = MAX_NARROW_TAPS if _narrow(problem) else MAX_TAPS
     return planar and plain and reach and few and problem.taps <= most and few_planes and 0 < problem.outputs < 2**33

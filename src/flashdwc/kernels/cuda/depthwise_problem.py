@@ -73,10 +73,6 @@ class Problem:
         return max(v.s, h.s, v.u, h.u) > 1
 
     @property
-    def dilated(self) -> bool:
-        return max(self.vertical.d, self.horizontal.d) > 1
-
-    @property
     def folded(self) -> Problem:
         """One long row cut into rows as wide as a tile, so that tiles have rows to share."""
         v, h = self.vertical, self.horizontal
