@@ -117,10 +117,12 @@ class Operator:
     def recall(self, tensors: tuple[Tensor, Tensor, Tensor | None], options: tuple) -> Tensor | None:
         """The result of a call that is like one of :meth:`remember`; None where it is not.
 
-        A layer's last call is found by its second tensor, the parameter: cheaper than by all metadata, which are then compared.
+        A layer's call is found by its second tensor, the parameter, and by what may change from call to call; all metadata are
+        then compared.
         """
+        x, w = tensors[:2]
         try:
-            found = self._calls.get((id(tensors[1]), tensors[0].shape, options))
+            found = self._calls.get((id(w), x.shape, x.stride(), x.requires_grad, options))
         except TypeError:  # lists have no hash
             return None
         if found is None:
@@ -147,8 +149,13 @@ class Operator:
         if len(self._calls) >= MAX_PLANS:
             self._calls.clear()
         with suppress(TypeError):  # lists have no hash
-            key = id(tensors[1]), tensors[0].shape, options
-            self._calls[key] = _alike(*tensors), constants, plan, differentiable
+            x, w = tensors[:2]
+            self._calls[id(w), x.shape, x.stride(), x.requires_grad, options] = (
+                _alike(*tensors),
+                constants,
+                plan,
+                differentiable,
+            )
 
     def _recorded(self, *args: Any) -> Tensor:
         tensors, constants = args[: self.tensors], args[self.tensors :]
