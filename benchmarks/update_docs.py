@@ -105,14 +105,24 @@ def _suite_summary(rows: Sequence[Row]) -> str:
         return ""
     lines = []
     for suite, own in _by_suite(half):
-        ratios = [row["ratio"] for row in own]
-        worst = min(own, key=lambda row: row["ratio"])
-        lines.append(
-            [suite, str(len(own)), f"{geometric_mean(ratios):.2f}x", f"{worst['ratio']:.2f}x ({worst['shape']})"]
-        )
-    return "All 16-bit measurements, both layouts, over the best of PyTorch:\n\n" + table(
-        ["suite", "measurements", "geometric mean", "worst"], lines
-    )
+        cells = [suite, str(len(own)), f"{geometric_mean([row['ratio'] for row in own]):.2f}x"]
+        for layout, against in (("channels_last", "ratio"), ("contiguous", "ratio_same_layout")):
+            ratios = {
+                row["shape"]: row[against]
+                for row in sorted(own, key=lambda row: -row[against])
+                if row["layout"] == layout
+            }
+            worst = min(ratios, key=ratios.__getitem__, default="")
+            cells.append(f"{ratios[worst]:.2f}x ({worst})" if ratios else "-")
+        lines.append(cells)
+    header = [
+        "suite",
+        "measurements",
+        "geometric mean",
+        "worst in channels_last",
+        "worst in contiguous, against contiguous",
+    ]
+    return "All 16-bit measurements, both layouts, over the best of PyTorch's two layouts:\n\n" + table(header, lines)
 
 
 def performance_text(runs: Sequence[Run], rows: Sequence[Row]) -> str:

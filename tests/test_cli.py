@@ -93,7 +93,7 @@ def test_a_shape_names_its_own_options(capsys, command, option):
 
 
 def test_explain_names_the_formulation_on_a_cpu(capsys):
-    from flashdwc.kernels.cpu.depthwise import FORMULATIONS
+    from flashdwc.kernels.cpu.depthwise_formulations import FORMULATIONS
 
     assert main(["explain", "2x16x14x14:k3", "--device", "cpu"]) == 0
     text = capsys.readouterr().out

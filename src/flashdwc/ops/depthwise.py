@@ -109,17 +109,17 @@ def _check_ranks(n: int, input: Any, weight: Any, bias: Any) -> None:
 def _convolve(
     n: int, input: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, mode, precision, impl
 ):
-    if not isinstance(input, Tensor) and has_torch_function((input,)):  # a proxy of torch.fx
-        function = {1: depthwise_conv1d, 2: depthwise_conv2d, 3: depthwise_conv3d}[n]
-        options = {"padding_mode": mode, "precision": precision, "impl": impl}
-        operands = (input, weight, bias, stride, padding, dilation)
-        return handle_torch_function(function, (input,), *operands, **options)
     eager = not torch.compiler.is_compiling()
     operands, options = (input, weight, bias), (n, stride, padding, dilation, mode, precision, impl)
-    if eager and isinstance(input, Tensor):
-        y = forward.recall(operands, options)
-        if y is not None:
-            return y
+    if isinstance(input, Tensor):
+        if eager:
+            y = forward.recall(operands, options)
+            if y is not None:
+                return y
+    elif has_torch_function((input,)):  # a proxy of torch.fx
+        function = {1: depthwise_conv1d, 2: depthwise_conv2d, 3: depthwise_conv3d}[n]
+        keywords = {"padding_mode": mode, "precision": precision, "impl": impl}
+        return handle_torch_function(function, (input,), *operands, stride, padding, dilation, **keywords)
     _check_ranks(n, input, weight, bias)
     unbatched = input.dim() == n + 1
     if unbatched:

@@ -269,17 +269,11 @@ def _plan_forward_on_cpu(x, w, b, stride, padding, dilation, *_: Any) -> Plan:
 
 
 def _plan_input_grad_on_cpu(dy, w, input_size, stride, padding, dilation, *_: Any) -> Plan:
-    return lambda dy, w: cpu.input_grad(dy, w, input_size, stride, padding, dilation)
+    return cpu.prepare_input_grad(dy, w, input_size, stride, padding, dilation)
 
 
 def _plan_weight_grad_on_cpu(dy, x, weight_size, weight_stride, stride, padding, dilation, *_: Any) -> Plan:
-    strides = tuple(weight_stride)
-
-    def run(dy: Tensor, x: Tensor) -> Tensor:
-        dw = cpu.weight_grad(dy, x, weight_size, stride, padding, dilation)
-        return dw if dw.stride() == strides else dw.as_strided(weight_size, strides)
-
-    return run
+    return cpu.prepare_weight_grad(x, weight_size, weight_stride, stride, padding, dilation)
 
 
 # --- declarations ------------------------------------------------------------------------------------------------------

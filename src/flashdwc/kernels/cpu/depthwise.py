@@ -1,37 +1,4 @@
-"""Depthwise convolution on the CPU, built of PyTorch operators.
-
-PyTorch's CPU convolution is oneDNN, which holds two very good depthwise kernels behind narrow doors. A call that misses
-the doors runs as one small matrix product per channel, ten to forty times slower. Here every call goes through a door.
-
-- The *planar* kernel serves contiguous inputs, which it reorders itself. Its door: two spatial dimensions, and a
-  horizontal padding narrower than the filter and than a register block (six columns in AVX-512). It knows dilation.
-- The *pixel* kernel serves channels_last inputs, and 3-D inputs of either layout. Its door: no dilation.
-
-In neither do taps on the padding take part, so a non-finite weight there is harmless. The matrix products multiply it
-by stored zeros, which makes NaN: the doors decide the values that such weights give, not only the speed.
-
-Forward
-  inside a door                       PyTorch's convolution as it is
-  contiguous, wide padding            AVX-512: the pixel kernel on a channels_last copy; AVX2: the transposed convolution
-  channels_last, where pixels are     the transposed convolution by the rotated filter: AVX-512: 12 or 13 columns; AVX2: 5 or
-  slower                              more on maps that are large against them
-  dilation outside the planar door    an undilated convolution of the interleaved sub-maps, folded into the batch
-  one channel                         no kernel is depthwise for it: the batch becomes the channels
-  unequal padding                     both sides padded by the larger amount, the result cropped
-  channel multiplier                  input channels repeated
-  float16                             float32 and back: it has no kernel
-  float64; stride with wide dilation  PyTorch's convolution if the weights are finite, else a sum over taps
-
-Input gradient
-  stride 1, dilation or where faster  `forward` of dy by the rotated filter
-  else                                PyTorch's transposed convolution, which has a planar kernel for any padding
-
-Weight gradient, summed in float32 at least
-  2-D, few taps                       PyTorch's own kernel
-  else                                a convolution of x by dy, a filter as large as the map, in the pixel kernel:
-                                      tap (i, j) is output pixel (i, j), dilation the stride; a stride spreads dy by
-                                      zeros. The kernel sums in sequence: blocks of rows of dy keep that accurate.
-"""
+"""Depthwise convolution on the CPU, built of PyTorch operators, in the formulations of ``depthwise_formulations.py``."""
 
 from __future__ import annotations
 
@@ -44,23 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..native import CONVOLUTIONS, like_channels_last, pad, suggests_channels_last, symmetric
-
-Ints = tuple[int, ...]
+from ..native import CONVOLUTIONS, pad, suggests_channels_last
+from .depthwise_formulations import FORMULATIONS, Ints, choose_forward, choose_input_grad, choose_weight_grad
 
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
-# Columns that the planar kernel holds in registers; 0 where oneDNN has neither kernel.
-_REGISTER_BLOCK = {"AVX512": 6, "AVX2": 4}.get(torch.backends.cpu.get_cpu_capability(), 0)
-if not torch.backends.mkldnn.is_available():
-    _REGISTER_BLOCK = 0
-_HAS_BFLOAT16_KERNELS = _REGISTER_BLOCK == 6 and torch.cpu._is_avx512_bf16_supported()
-# oneDNN's bfloat16 pixel kernel never returns for at most so many channels and at least so many columns of the filter.
-_HANGING_CHANNELS, _HANGING_COLUMNS = 16, 14
-# Filter columns for which the pixel kernel is no faster than the planar one, and those for which it is far slower.
-_SLOW_PIXEL_COLUMNS, _SLOWEST_PIXEL_COLUMNS = range(9, 14), range(12, 14)
-_SMALL_MAP = 14  # rows or columns: on smaller maps the detours cost more than they save
-_WORTH_ROTATING = 10_000_000  # products; the same for rotating the filter
-_FEW_TAPS, _VERY_FEW_TAPS = 25, 15  # for which PyTorch's weight gradient is good
 _GRADIENT_CHANNELS = 384  # in one weight gradient convolution: wider rows miss the cache, narrower ones cost more calls
 _GRADIENT_TERMS = 512  # added in sequence: more cost accuracy, fewer cost more calls
 
@@ -81,7 +35,7 @@ def prepare_forward(
     x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints
 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """What :func:`forward` does with every ``x``, ``w`` and bias of these sizes, strides and types."""
-    plan = _plan_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)
+    plan = choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)
     convolution, low, groups = CONVOLUTIONS[len(stride)], padding[::2], x.shape[1]
     if plan == "direct":
         return lambda x, w, b: convolution(x, w, b, stride, low, dilation, groups)
@@ -89,39 +43,20 @@ def prepare_forward(
     return lambda x, w, b: _in_format(_forward_by(plan, x, w, b, stride, padding, dilation), channels_last)
 
 
-# What the plans do, for `explain`; the comment on top says where each applies.
-FORMULATIONS = {
-    "direct": "PyTorch's convolution as it is",
-    "torch": "PyTorch's gradient as it is",
-    "pixel": "the channels_last kernel, on a copy",
-    "transposed": "the transposed convolution by the rotated filter",
-    "rotated": "a convolution by the rotated filter",
-    "convolution": "a convolution of the input by the output gradient",
-    "dilation phases": "an undilated convolution of each interleaved sub-map",
-    "guarded": "PyTorch's convolution if the weights are finite, else a sum over taps",
-    "one channel": "the batch folded into channels",
-    "multiplier": "input channels repeated",
-    "crop": "padded evenly, then cropped",
-    "pad": "padded first",
-    "float32": "in float32",
-    "empty": "nothing to compute",
-}
-
-
 def describe_forward(
     x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, padding: Ints, dilation: Ints, *_: str
 ) -> str:
-    return FORMULATIONS[_plan_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)]
+    return FORMULATIONS[choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)]
 
 
 def describe_input_grad(dy: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, *_: str) -> str:
-    return FORMULATIONS[_plan_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)]
+    return FORMULATIONS[choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)]
 
 
 def describe_weight_grad(
     dy: Tensor, x: Tensor, size: Ints, strides: Ints, stride: Ints, padding: Ints, dilation: Ints, *_: str
 ) -> str:
-    return FORMULATIONS[_plan_weight_grad(x.dtype, x.shape, x.stride(), size, stride, padding, dilation)]
+    return FORMULATIONS[choose_weight_grad(x.dtype, x.shape, x.stride(), size, stride, padding, dilation)]
 
 
 def input_grad(
@@ -133,9 +68,27 @@ def input_grad(
     dilation: Ints,
 ) -> Tensor:  # input_size, channels_last if dy or w is
     """Gradient of :func:`forward` in ``x``; taps on the padding take no part either."""
-    size = tuple(input_size)
-    plan = _plan_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)
-    return _in_format(_input_grad_by(plan, dy, w, size, stride, padding, dilation), _channels_last(dy, w))
+    return prepare_input_grad(dy, w, input_size, stride, padding, dilation)(dy, w)
+
+
+def prepare_input_grad(
+    dy: Tensor, w: Tensor, input_size: Sequence[int], stride: Ints, padding: Ints, dilation: Ints
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """What :func:`input_grad` does with every ``dy`` and ``w`` of these sizes, strides and types."""
+    size, channels_last = tuple(input_size), _channels_last(dy, w)
+    plan = choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)
+    if plan == "torch":
+        low, beyond, crop = _transposed_geometry(size, w.shape, stride, padding, dilation)
+        if not any(crop):
+            transposed = F.conv_transpose2d if len(stride) == 2 else F.conv_transpose3d
+            groups, strides = size[1], _fresh_strides(size, channels_last)
+
+            def as_it_is(dy: Tensor, w: Tensor) -> Tensor:
+                dx = transposed(dy, w, None, stride, low, beyond, groups, dilation)
+                return dx if dx.stride() == strides else _in_format(dx, channels_last)
+
+            return as_it_is
+    return lambda dy, w: _in_format(_input_grad_by(plan, dy, w, size, stride, padding, dilation), channels_last)
 
 
 def weight_grad(
@@ -148,118 +101,33 @@ def weight_grad(
 ) -> Tensor:  # weight_size, contiguous
     """Gradient of :func:`forward` in ``w``, summed in float32 at least; a tap that meets only padding gets zero."""
     size = tuple(weight_size)
-    plan = _plan_weight_grad(x.dtype, x.shape, x.stride(), size, stride, padding, dilation)
-    return _weight_grad_by(plan, dy, x, size, stride, padding, dilation).contiguous()
+    return prepare_weight_grad(x, size, _fresh_strides(size, False), stride, padding, dilation)(dy, x)
 
 
-# ------------------------------------------------------------------------------------------------------------- choices
+def prepare_weight_grad(
+    x: Tensor, weight_size: Sequence[int], weight_stride: Sequence[int], stride: Ints, padding: Ints, dilation: Ints
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """What :func:`weight_grad` does with every ``dy``, and ``x`` of these sizes, strides and type.
 
+    ``weight_stride``: of the result, whose elements lie as in a contiguous tensor.
+    """
+    size, strides, groups = tuple(weight_size), tuple(weight_stride), x.shape[1]
+    plan = choose_weight_grad(x.dtype, x.shape, x.stride(), size, stride, padding, dilation)
+    if plan == "torch":
+        backward, w, low = torch.ops.aten.convolution_backward.default, _sized(size, x.dtype), padding[::2]
+        unused, only_weight = [0] * len(stride), [False, True, False]
 
-@lru_cache(maxsize=4096)
-def _plan_forward(
-    dtype: torch.dtype,
-    size: Ints,
-    strides: Ints,
-    w_size: Ints,
-    w_strides: Ints,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-) -> str:
-    kernel, rank, dilated = w_size[2:], len(stride), max(dilation) > 1
-    if 0 in size:
-        return "empty"
-    if not symmetric(padding):
-        return "crop"
-    one_tap_on_padding = math.prod(kernel) == 1 and max(padding) > 0  # goes to a matrix product
-    if dtype is torch.float64 or not _REGISTER_BLOCK or one_tap_on_padding:
-        return "guarded"
-    if not _has_kernels(dtype, w_size):
-        return "float32"
-    if w_size[0] != size[1]:
-        return "multiplier"
-    if size[1] == 1:
-        return "one channel"
-    channels_last = like_channels_last(size, strides) or like_channels_last(w_size, w_strides)
-    transposable = rank == 2 and max(stride) == 1 and max(padding) < min(kernel)
-    if not dilated and (channels_last or rank == 3):
-        return "transposed" if transposable and _pixels_are_slower(kernel[1], min(size[2:])) else "direct"
-    columns = reference.conv_output_size(size[2:], kernel, stride, padding, dilation)[-1]
-    narrow = padding[-1] <= min(_REGISTER_BLOCK, columns)
-    if rank == 2 and narrow and all(p <= d * (k - 1) for p, d, k in zip(padding[::2], dilation, kernel)):
-        return "direct"
-    if not dilated:
-        return "transposed" if transposable and _REGISTER_BLOCK == 4 else "pixel"
-    return "dilation phases" if max(stride) == 1 else "guarded"
+        def as_it_is(dy: Tensor, x: Tensor) -> Tensor:
+            dw = backward(dy, x, w, None, stride, low, dilation, False, unused, groups, only_weight)[1]
+            return dw if dw.stride() == strides else dw.contiguous().as_strided(size, strides)
 
+        return as_it_is
 
-@lru_cache(maxsize=4096)
-def _plan_input_grad(
-    dtype: torch.dtype,
-    size: Ints,
-    dy_size: Ints,
-    dy_strides: Ints,
-    w_size: Ints,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-) -> str:
-    if 0 in size:
-        return "empty"
-    if dtype is torch.float64 or not _REGISTER_BLOCK:
-        return "torch"
-    if not _has_kernels(dtype, w_size) or (dtype is torch.bfloat16 and max(stride) > 1):
-        return "float32"
-    if w_size[0] != size[1]:
-        return "multiplier"
-    if size[1] == 1:
-        return "one channel"
-    if max(stride) > 1:
-        return "torch"
-    if not symmetric(padding) or len(stride) == 3 or max(dilation) > 1:
-        return "rotated"
-    columns, channels_last = w_size[-1], like_channels_last(dy_size, dy_strides)
-    if _REGISTER_BLOCK == 4:
-        small, inside = min(size[2:]) <= _SMALL_MAP, max(columns - 1 - p for p in padding[2:]) <= _REGISTER_BLOCK
-        return "rotated" if (small and columns > 10 if channels_last else inside) else "torch"
-    products = math.prod(size) * math.prod(map(min, size[2:], w_size[2:]))
-    pixel_is_faster = columns not in _SLOW_PIXEL_COLUMNS and (channels_last or columns > _SLOW_PIXEL_COLUMNS[-1])
-    return "rotated" if pixel_is_faster and products >= _WORTH_ROTATING and min(size[2:]) >= _SMALL_MAP else "torch"
+    def run(dy: Tensor, x: Tensor) -> Tensor:
+        dw = _weight_grad_by(plan, dy, x, size, stride, padding, dilation).contiguous()
+        return dw if dw.stride() == strides else dw.as_strided(size, strides)
 
-
-@lru_cache(maxsize=4096)
-def _plan_weight_grad(
-    dtype: torch.dtype, size: Ints, strides: Ints, w_size: Ints, stride: Ints, padding: Ints, dilation: Ints
-) -> str:
-    if 0 in size:
-        return "empty"
-    if not symmetric(padding):
-        return "pad"
-    if dtype is torch.float64 or not _REGISTER_BLOCK:
-        return "torch" if dtype.itemsize > 2 else "float32"
-    if w_size[0] != size[1]:
-        return "multiplier"
-    well_served = like_channels_last(size, strides) or (max(stride) > 1 and min(size[2:]) <= _SMALL_MAP)
-    if len(stride) == 3 or math.prod(w_size[2:]) > (_FEW_TAPS if well_served else _VERY_FEW_TAPS):
-        return "convolution"
-    if dtype is torch.float32:
-        return "torch"
-    if w_size[-1] > 3 or max(dilation) > 1:  # past PyTorch's planar kernel, which alone sums halves in float32
-        return "convolution"
-    # oneDNN's strided bfloat16 kernel reads past narrow maps
-    return "torch" if _has_kernels(dtype, w_size) and max(stride) == 1 else "float32"
-
-
-def _pixels_are_slower(columns: int, map_side: int) -> bool:
-    """Than the transposed convolution, for channels_last."""
-    if _REGISTER_BLOCK == 4:
-        return 5 <= columns and map_side >= max(28, 1.8 * columns)
-    return columns in _SLOWEST_PIXEL_COLUMNS and map_side >= _SMALL_MAP
-
-
-def _has_kernels(dtype: torch.dtype, w_size: Ints) -> bool:
-    hangs = w_size[0] <= _HANGING_CHANNELS and w_size[-1] >= _HANGING_COLUMNS
-    return dtype is torch.float32 or (dtype is torch.bfloat16 and _HAS_BFLOAT16_KERNELS and not hangs)
+    return run
 
 
 # ------------------------------------------------------------------------------------------------------------- forward
@@ -382,11 +250,6 @@ def _transposed_geometry(
 def _weight_grad_by(
     plan: str, dy: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints
 ) -> Tensor:
-    if plan == "torch":
-        unused, only_weight = (0,) * len(stride), (False, True, False)
-        backward = torch.ops.aten.convolution_backward.default
-        w = _sized(size, x.dtype)
-        return backward(dy, x, w, None, stride, padding[::2], dilation, False, unused, x.shape[1], only_weight)[1]
     if plan == "convolution":
         return _weight_grad_as_convolution(dy, x, size, stride, padding[::2], dilation)
     if plan == "empty":

@@ -1,0 +1,184 @@
+"""Which formulation a depthwise convolution gets on the CPU.
+
+PyTorch's CPU convolution is oneDNN, which holds two very good depthwise kernels behind narrow doors. A call that misses
+the doors runs as one small matrix product per channel, ten to forty times slower. Here every call goes through a door.
+
+- The *planar* kernel serves contiguous inputs, which it reorders itself. Its door: two spatial dimensions, and a
+  horizontal padding narrower than the filter and than a register block (six columns in AVX-512). It knows dilation.
+- The *pixel* kernel serves channels_last inputs, and 3-D inputs of either layout. Its door: no dilation.
+
+In neither do taps on the padding take part, so a non-finite weight there is harmless. The matrix products multiply it
+by stored zeros, which makes NaN: the doors decide the values that such weights give, not only the speed.
+
+Forward
+  inside a door                       PyTorch's convolution as it is
+  contiguous, wide padding            AVX-512: the pixel kernel on a channels_last copy; AVX2: the transposed convolution
+  channels_last, where pixels are     the transposed convolution by the rotated filter: AVX-512: 12 or 13 columns; AVX2: 5 or
+  slower                              more on maps that are large against them
+  dilation outside the planar door    an undilated convolution of the interleaved sub-maps, folded into the batch
+  one channel                         no kernel is depthwise for it: the batch becomes the channels
+  unequal padding                     both sides padded by the larger amount, the result cropped
+  channel multiplier                  input channels repeated
+  float16                             float32 and back: it has no kernel
+  float64; stride with wide dilation  PyTorch's convolution if the weights are finite, else a sum over taps
+
+Input gradient
+  stride 1, dilation or where faster  `forward` of dy by the rotated filter
+  else                                PyTorch's transposed convolution, which has a planar kernel for any padding
+
+Weight gradient, summed in float32 at least
+  2-D, few taps                       PyTorch's own kernel
+  else                                a convolution of x by dy, a filter as large as the map, in the pixel kernel:
+                                      tap (i, j) is output pixel (i, j), dilation the stride; a stride spreads dy by
+                                      zeros. The kernel sums in sequence: blocks of rows of dy keep that accurate.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+
+from .. import reference
+from ..native import like_channels_last, symmetric
+
+Ints = tuple[int, ...]
+
+# Columns that the planar kernel holds in registers; 0 where oneDNN has neither kernel.
+_REGISTER_BLOCK = {"AVX512": 6, "AVX2": 4}.get(torch.backends.cpu.get_cpu_capability(), 0)
+if not torch.backends.mkldnn.is_available():
+    _REGISTER_BLOCK = 0
+_HAS_BFLOAT16_KERNELS = _REGISTER_BLOCK == 6 and torch.cpu._is_avx512_bf16_supported()
+# oneDNN's bfloat16 pixel kernel never returns for at most so many channels and at least so many columns of the filter.
+_HANGING_CHANNELS, _HANGING_COLUMNS = 16, 14
+# Filter columns for which the pixel kernel is no faster than the planar one, and those for which it is far slower.
+_SLOW_PIXEL_COLUMNS, _SLOWEST_PIXEL_COLUMNS = range(9, 14), range(12, 14)
+_SMALL_MAP = 14  # rows or columns: on smaller maps the detours cost more than they save
+_WORTH_ROTATING = 10_000_000  # products; the same for rotating the filter
+_FEW_TAPS, _VERY_FEW_TAPS = 25, 15  # for which PyTorch's weight gradient is good
+
+# What the plans do, for `explain`; the comment on top says where each applies.
+FORMULATIONS = {
+    "direct": "PyTorch's convolution as it is",
+    "torch": "PyTorch's gradient as it is",
+    "pixel": "the channels_last kernel, on a copy",
+    "transposed": "the transposed convolution by the rotated filter",
+    "rotated": "a convolution by the rotated filter",
+    "convolution": "a convolution of the input by the output gradient",
+    "dilation phases": "an undilated convolution of each interleaved sub-map",
+    "guarded": "PyTorch's convolution if the weights are finite, else a sum over taps",
+    "one channel": "the batch folded into channels",
+    "multiplier": "input channels repeated",
+    "crop": "padded evenly, then cropped",
+    "pad": "padded first",
+    "float32": "in float32",
+    "empty": "nothing to compute",
+}
+
+
+@lru_cache(maxsize=4096)
+def choose_forward(
+    dtype: torch.dtype,
+    size: Ints,
+    strides: Ints,
+    w_size: Ints,
+    w_strides: Ints,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+) -> str:
+    kernel, rank, dilated = w_size[2:], len(stride), max(dilation) > 1
+    if 0 in size:
+        return "empty"
+    if not symmetric(padding):
+        return "crop"
+    one_tap_on_padding = math.prod(kernel) == 1 and max(padding) > 0  # goes to a matrix product
+    if dtype is torch.float64 or not _REGISTER_BLOCK or one_tap_on_padding:
+        return "guarded"
+    if not _has_kernels(dtype, w_size):
+        return "float32"
+    if w_size[0] != size[1]:
+        return "multiplier"
+    if size[1] == 1:
+        return "one channel"
+    channels_last = like_channels_last(size, strides) or like_channels_last(w_size, w_strides)
+    transposable = rank == 2 and max(stride) == 1 and max(padding) < min(kernel)
+    if not dilated and (channels_last or rank == 3):
+        return "transposed" if transposable and _pixels_are_slower(kernel[1], min(size[2:])) else "direct"
+    columns = reference.conv_output_size(size[2:], kernel, stride, padding, dilation)[-1]
+    narrow = padding[-1] <= min(_REGISTER_BLOCK, columns)
+    if rank == 2 and narrow and all(p <= d * (k - 1) for p, d, k in zip(padding[::2], dilation, kernel)):
+        return "direct"
+    if not dilated:
+        return "transposed" if transposable and _REGISTER_BLOCK == 4 else "pixel"
+    return "dilation phases" if max(stride) == 1 else "guarded"
+
+
+@lru_cache(maxsize=4096)
+def choose_input_grad(
+    dtype: torch.dtype,
+    size: Ints,
+    dy_size: Ints,
+    dy_strides: Ints,
+    w_size: Ints,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+) -> str:
+    if 0 in size:
+        return "empty"
+    if dtype is torch.float64 or not _REGISTER_BLOCK:
+        return "torch"
+    if not _has_kernels(dtype, w_size) or (dtype is torch.bfloat16 and max(stride) > 1):
+        return "float32"
+    if w_size[0] != size[1]:
+        return "multiplier"
+    if size[1] == 1:
+        return "one channel"
+    if max(stride) > 1:
+        return "torch"
+    if not symmetric(padding) or len(stride) == 3 or max(dilation) > 1:
+        return "rotated"
+    columns, channels_last = w_size[-1], like_channels_last(dy_size, dy_strides)
+    if _REGISTER_BLOCK == 4:
+        small, inside = min(size[2:]) <= _SMALL_MAP, max(columns - 1 - p for p in padding[2:]) <= _REGISTER_BLOCK
+        return "rotated" if (small and columns > 10 if channels_last else inside) else "torch"
+    products = math.prod(size) * math.prod(map(min, size[2:], w_size[2:]))
+    pixel_is_faster = columns not in _SLOW_PIXEL_COLUMNS and (channels_last or columns > _SLOW_PIXEL_COLUMNS[-1])
+    return "rotated" if pixel_is_faster and products >= _WORTH_ROTATING and min(size[2:]) >= _SMALL_MAP else "torch"
+
+
+@lru_cache(maxsize=4096)
+def choose_weight_grad(
+    dtype: torch.dtype, size: Ints, strides: Ints, w_size: Ints, stride: Ints, padding: Ints, dilation: Ints
+) -> str:
+    if 0 in size:
+        return "empty"
+    if not symmetric(padding):
+        return "pad"
+    if dtype is torch.float64 or not _REGISTER_BLOCK:
+        return "torch" if dtype.itemsize > 2 else "float32"
+    if w_size[0] != size[1]:
+        return "multiplier"
+    well_served = like_channels_last(size, strides) or (max(stride) > 1 and min(size[2:]) <= _SMALL_MAP)
+    if len(stride) == 3 or math.prod(w_size[2:]) > (_FEW_TAPS if well_served else _VERY_FEW_TAPS):
+        return "convolution"
+    if dtype is torch.float32:
+        return "torch"
+    if w_size[-1] > 3 or max(dilation) > 1:  # past PyTorch's planar kernel, which alone sums halves in float32
+        return "convolution"
+    # oneDNN's strided bfloat16 kernel reads past narrow maps
+    return "torch" if _has_kernels(dtype, w_size) and max(stride) == 1 else "float32"
+
+
+def _pixels_are_slower(columns: int, map_side: int) -> bool:
+    """Than the transposed convolution, for channels_last."""
+    if _REGISTER_BLOCK == 4:
+        return 5 <= columns and map_side >= max(28, 1.8 * columns)
+    return columns in _SLOWEST_PIXEL_COLUMNS and map_side >= _SMALL_MAP
+
+
+def _has_kernels(dtype: torch.dtype, w_size: Ints) -> bool:
+    hangs = w_size[0] <= _HANGING_CHANNELS and w_size[-1] >= _HANGING_COLUMNS
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and _HAS_BFLOAT16_KERNELS and not hangs)
