@@ -107,13 +107,10 @@ def _suite_summary(rows: Sequence[Row]) -> str:
     for suite, own in _by_suite(half):
         cells = [suite, str(len(own)), f"{geometric_mean([row['ratio'] for row in own]):.2f}x"]
         for layout, against in (("channels_last", "ratio"), ("contiguous", "ratio_same_layout")):
-            ratios = {
-                row["shape"]: row[against]
-                for row in sorted(own, key=lambda row: -row[against])
-                if row["layout"] == layout
-            }
-            worst = min(ratios, key=ratios.__getitem__, default="")
-            cells.append(f"{ratios[worst]:.2f}x ({worst})" if ratios else "-")
+            found = [
+                (row[against], row["shape"]) for row in own if row["layout"] == layout and row[against] is not None
+            ]
+            cells.append("{:.2f}x ({})".format(*min(found)) if found else "-")
         lines.append(cells)
     header = [
         "suite",
