@@ -27,6 +27,7 @@ from .backend import Backend, Cost, Explanation, Plan, Recorder, choose, floor_m
 NAMESPACE = "flashdwc"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 MAX_PLANS = 4096  # bounds the memory of a program whose shapes never repeat
+MAX_CALLS = 4  # of a layer: shapes, layouts, with and without a gradient
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -52,17 +53,6 @@ def _differentiable(tensors: Sequence[Tensor | None]) -> bool | None:
 def _own(y: Tensor) -> Tensor:
     """No view: autograd forbids in-place changes of a custom function's."""
     return y.detach() if y._is_view() else y
-
-
-def _alike(x: Tensor, w: Tensor, b: Tensor | None) -> Callable[..., bool]:
-    """Function that tells whether a call's tensors are like these: in all metadata, in addresses that allow the widest accesses,
-    and under the same state of PyTorch, as the guards compare the dispatch keys that autocast, modes, transforms and tracers add
-    or take away."""
-    present = (x, w) if b is None else (x, w, b)
-    same = guards.TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[attr-defined]
-    if b is None:
-        return lambda x, w, b: b is None and same(x, w) and not (x.data_ptr() | w.data_ptr()) & 15
-    return lambda x, w, b: b is not None and same(x, w, b) and not (x.data_ptr() | w.data_ptr() | b.data_ptr()) & 15
 
 
 class Operator:
@@ -94,8 +84,8 @@ class Operator:
         self.reference, self.backends, self.check, self.fake = reference, tuple(backends), check, fake
         self.cost, self.samples, self.gradients, self.casts = cost, samples, gradients, casts
         self._plans: dict[tuple, Plan] = {}
-        # of calls that may be recalled: what tells tensors alike, constants, plan, whether one asks for a gradient
-        self._calls: dict[tuple, tuple[Callable[..., bool], tuple, Plan, bool]] = {}
+        # the last calls of a layer: what tells tensors alike, constants, plan, whether one asks for a gradient
+        self._calls: dict[tuple, tuple[tuple[Callable[..., bool], tuple, Plan, bool], ...]] = {}
         self._function, self._transformable = _autograd_functions(self, setup_context, backward, jvp, vmap)
         self._registered = self._register(schema, setup_context, backward, vmap)
 
@@ -114,48 +104,51 @@ class Operator:
         function = self._recorded if differentiable and _grad_enabled() else self.run
         return self._past_autocast(function, args) if _any_autocast() else function(*args)
 
-    def recall(self, tensors: tuple[Tensor, Tensor, Tensor | None], options: tuple) -> Tensor | None:
+    def recall(self, options: tuple, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor | None:
         """The result of a call that is like one of :meth:`remember`; None where it is not.
 
-        A layer's call is found by its second tensor, the parameter, and by what may change from call to call; all metadata are
-        then compared.
+        A layer is known by its parameters and options. Its calls are told alike by the guards of PyTorch's compiler, in all
+        metadata, and in the dispatch keys, which autocast, modes, transforms and tracers change. All is here in one piece:
+        what the host has to load for each function costs a small layer more than what the function does.
         """
-        x, w = tensors[:2]
+        if torch.compiler.is_compiling():
+            return None
         try:
-            found = self._calls.get((id(w), x.shape, x.stride(), x.requires_grad, options))
+            calls = self._calls.get((id(w), id(b), options))
         except TypeError:  # lists have no hash
             return None
-        if found is None:
+        if calls is None or forward_ad._current_level >= 0:
             return None
-        alike, constants, plan, differentiable = found
-        if forward_ad._current_level >= 0 or not alike(*tensors):
-            return None
-        if differentiable and _grad_enabled():
-            return self._function(*tensors, constants, plan)
-        return _own(plan(*tensors))
+        for alike, constants, plan, differentiable in calls:
+            if alike(x, w) if b is None else alike(x, w, b):
+                if (x.data_ptr() | w.data_ptr()) & 15:  # the kernels' widest accesses
+                    return None
+                if differentiable and _grad_enabled():
+                    return self._function(x, w, b, constants, plan)
+                y = plan(x, w, b)
+                return y.detach() if y._is_view() else y
+        return None
 
-    def remember(self, tensors: tuple[Tensor, Tensor, Tensor | None], options: tuple, constants: tuple) -> None:
+    def remember(self, options: tuple, x: Tensor, w: Tensor, b: Tensor | None, constants: tuple) -> None:
         """Lets :meth:`recall` answer calls like this one, for which a plan has been made.
 
         Not where something is active that wants to see a call or to change it: a mode, a transform, autocast, a tracer.
         """
+        tensors, present = (x, w, b), (x, w) if b is None else (x, w, b)
         active = _transforms_active() or _dispatch_modes() or _any_autocast() or _tracing_state() is not None
         differentiable = _differentiable(tensors)
         if active or forward_ad._current_level >= 0 or differentiable is None:
             return
         plan = self._plans.get(self._key(tensors, constants))
-        if plan is None:
+        if plan is None or any(t.data_ptr() & 15 for t in present):
             return
         if len(self._calls) >= MAX_PLANS:
             self._calls.clear()
+        alike = guards.TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[attr-defined]
         with suppress(TypeError):  # lists have no hash
-            x, w = tensors[:2]
-            self._calls[id(w), x.shape, x.stride(), x.requires_grad, options] = (
-                _alike(*tensors),
-                constants,
-                plan,
-                differentiable,
-            )
+            key = id(w), id(b), options
+            others = self._calls.get(key, ())[: MAX_CALLS - 1]
+            self._calls[key] = ((alike, constants, plan, differentiable), *others)
 
     def _recorded(self, *args: Any) -> Tensor:
         tensors, constants = args[: self.tensors], args[self.tensors :]

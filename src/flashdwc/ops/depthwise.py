@@ -107,19 +107,14 @@ def _check_ranks(n: int, input: Any, weight: Any, bias: Any) -> None:
 
 
 def _convolve(
-    n: int, input: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, mode, precision, impl
-):
-    eager = not torch.compiler.is_compiling()
-    operands, options = (input, weight, bias), (n, stride, padding, dilation, mode, precision, impl)
-    if isinstance(input, Tensor):
-        if eager:
-            y = forward.recall(operands, options)
-            if y is not None:
-                return y
-    elif has_torch_function((input,)):  # a proxy of torch.fx
+    input: Tensor, weight: Tensor, bias: Tensor | None, n: int, stride, padding, dilation, mode, precision, impl
+) -> Tensor:
+    if not isinstance(input, Tensor) and has_torch_function((input,)):  # a proxy of torch.fx
         function = {1: depthwise_conv1d, 2: depthwise_conv2d, 3: depthwise_conv3d}[n]
         keywords = {"padding_mode": mode, "precision": precision, "impl": impl}
-        return handle_torch_function(function, (input,), *operands, stride, padding, dilation, **keywords)
+        return handle_torch_function(function, (input,), input, weight, bias, stride, padding, dilation, **keywords)
+    eager, as_they_came = not torch.compiler.is_compiling(), (input, weight)
+    options = (n, stride, padding, dilation, mode, precision, impl)
     _check_ranks(n, input, weight, bias)
     unbatched = input.dim() == n + 1
     if unbatched:
@@ -142,8 +137,8 @@ def _convolve(
         stride, padding, dilation = (1, *stride), (0, 0, *padding), (1, *dilation)
     constants = (stride, padding, dilation, precision or "auto", impl)
     y = forward(input, weight, bias, *constants)
-    if eager and input is operands[0] and impl.__class__ is str:  # the operator takes the operands as they came
-        forward.remember(operands, options, constants)
+    if eager and input is as_they_came[0] and weight is as_they_came[1] and impl.__class__ is str:
+        forward.remember(options, input, weight, bias, constants)
     if n == 1:
         y = _without_dimension(y, 2)
     return _without_dimension(y, 0) if unbatched else y
@@ -194,7 +189,9 @@ def depthwise_conv2d(
 
     Source: depthwise convolution as in Howard et al., MobileNets (2017); large kernels on GPUs after Flash-DWC (ACM TACO).
     """
-    return _convolve(2, input, weight, bias, stride, padding, dilation, padding_mode, precision, impl)
+    options = (2, stride, padding, dilation, padding_mode, precision, impl)
+    y = forward.recall(options, input, weight, bias)
+    return _convolve(input, weight, bias, *options) if y is None else y
 
 
 def depthwise_conv1d(
@@ -216,17 +213,17 @@ def depthwise_conv1d(
     sees nothing after ``p``; ``padding`` must then be left at 0.
     """
     if not causal:
-        return _convolve(1, input, weight, bias, stride, padding, dilation, padding_mode, precision, impl)
+        return _convolve(input, weight, bias, 1, stride, padding, dilation, padding_mode, precision, impl)
     if padding not in (0, (0,), [0]) or padding_mode != "zeros":
         raise ValueError(f"padding: expected 0 and mode 'zeros' with causal=True, got {padding!r} and {padding_mode!r}")
     _check_ranks(1, input, weight, bias)
     (step,), (gap,) = _numbers("stride", stride, 1), _numbers("dilation", dilation, 1)
     left = gap * (weight.shape[-1] - 1)
     y = _convolve(
-        2,
         input.unsqueeze(-2),
         weight.unsqueeze(-2),
         bias,
+        2,
         (1, step),
         (left, 0, 0, 0),
         (1, gap),
@@ -250,7 +247,9 @@ def depthwise_conv3d(
     impl: str = "auto",
 ) -> Tensor:  # [N, C * m, D', H', W']
     """As :func:`depthwise_conv2d`, in three dimensions: ``F.conv3d(..., groups=C)``."""
-    return _convolve(3, input, weight, bias, stride, padding, dilation, padding_mode, precision, impl)
+    options = (3, stride, padding, dilation, padding_mode, precision, impl)
+    y = forward.recall(options, input, weight, bias)
+    return _convolve(input, weight, bias, *options) if y is None else y
 
 
 def depthwise_conv_transpose2d(

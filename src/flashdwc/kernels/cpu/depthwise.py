@@ -119,7 +119,7 @@ def prepare_weight_grad(
 
         def as_it_is(dy: Tensor, x: Tensor) -> Tensor:
             dw = backward(dy, x, w, None, stride, low, dilation, False, unused, groups, only_weight)[1]
-            return dw if dw.stride() == strides else dw.contiguous().as_strided(size, strides)
+            return dw if dw.stride() == strides else dw.contiguous().as_strided_(size, strides)
 
         return as_it_is
 
