@@ -52,8 +52,8 @@ CONV_STRIPS = (4, 2, 4), (2, 2, 2), (1, 1, 2)  # of a small problem one that lea
 MANY_TAPS_CONV_STRIPS = (2, 4, 4), (2, 2, 4), (2, 2, 2)
 ENOUGH_THREADS = 15_000
 WEIGHT_GRAD_STRIP, STRIDED_WEIGHT_GRAD_STRIP = (4, 2, 4), (2, 2, 2)
-# With a filter row a block, of one tap, of few, of many, which need registers. Maps are 7, 14, 28 and 56 wide.
-SMALL_WEIGHT_GRAD_STRIPS = (4, 4, 4), (4, 1, 7), (2, 1, 4)
+# With a filter row a block, of at most so many taps: more take more registers. Maps are 7, 14, 28 and 56 wide.
+SMALL_WEIGHT_GRAD_STRIPS = {1: (4, 4, 4), 5: (4, 1, 7), 12: (2, 1, 7), MAX_TAPS: (2, 1, 4)}
 ENOUGH_OUTPUTS = 4_500_000  # for the strips of weight gradients that take all filter rows
 FEW_STRIPS = 256  # of all images, that are worth one launch
 ENOUGH_BLOCKS = MULTIPROCESSORS // 4  # for one launch
@@ -106,7 +106,7 @@ def _weight_grad_shape(problem: Problem) -> tuple[tuple[int, int, int], int]:
     if problem.inner.vector == 1 or problem.outer.vector == 1:
         return (1, 4, 4), height
     if problem.outputs <= ENOUGH_OUTPUTS:
-        return SMALL_WEIGHT_GRAD_STRIPS[0 if wide == 1 else 1 if wide <= FEW_TAPS else 2], 1
+        return next(strip for most, strip in SMALL_WEIGHT_GRAD_STRIPS.items() if wide <= most), 1
     return (STRIDED_WEIGHT_GRAD_STRIP if problem.strided or problem.taps > FEW_TAPS else WEIGHT_GRAD_STRIP), height
 
 

@@ -306,7 +306,8 @@ def _weight_grad_registers(problem: Problem, tile: Tile) -> int:
     sums = tile.channels // tile.warps * tile.chunk * 4 * m16
     addressing = 78 + 14 * max(0, m16 - 2)
     addressing += (8 if problem.inner.vector < 8 else 0) + (16 if problem.horizontal.s > 1 else 0)
-    return sums * 5 // 4 + 2 * min(tile.rows, tile.chunk) + addressing
+    rows_at_hand = min(tile.rows, (tile.chunk - 1) * problem.vertical.d + 1)  # of the output gradient
+    return sums * 5 // 4 + 2 * rows_at_hand + addressing
 
 
 def _weight_grad_cost(problem: Problem, tile: Tile, resident: int) -> float:
