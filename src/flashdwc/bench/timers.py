@@ -55,12 +55,13 @@ def _compare_cpu(candidates: Mapping[str, Callable[[], object]], seconds: float,
 
     first = {name: once(run, 1) for name, run in candidates.items()}
     repeats = {name: max(1, round(1.0 / max(ms, 1e-3))) for name, ms in first.items()}  # a sample lasts 1 ms or more
-    round_ms = sum(first[name] * (repeats[name] + 1) for name in candidates)
+    warmed = {name for name, ms in first.items() if ms < MATTER_OF_CACHES}
+    round_ms = sum(first[name] * (repeats[name] + (name in warmed)) for name in candidates)
     rounds = _rounds(round_ms, seconds, max_rounds)
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for index in range(rounds):
         for name in _rotated(list(candidates), index):
-            if first[name] < MATTER_OF_CACHES:  # else one would find there what the one before has left, another not
+            if name in warmed:  # else one would find there what the one before has left, another not
                 candidates[name]()
             samples[name].append(once(candidates[name], repeats[name]))
     return {name: Timing.of(values) for name, values in samples.items()}

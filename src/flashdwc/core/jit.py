@@ -211,11 +211,8 @@ def _driver() -> ctypes.CDLL:
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute
 _INVALID_CONTEXT = 201  # of CUresult
 
-
-_CONFIG_WORDS, _STREAM_WORD = (
-    7,
-    4,
-)  # struct CUlaunchConfig: grid, block, shared memory; stream; attributes, their number
+# struct CUlaunchConfig: grid, block, shared memory; stream; attributes, their number
+_CONFIG_WORDS, _STREAM_WORD = 7, 4
 
 
 class Launcher:

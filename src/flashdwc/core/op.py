@@ -8,7 +8,7 @@ A call takes one of two ways, both made from the same declaration:
   the backend directly. It is three times cheaper on the host, and carries forward-mode AD.
 
 Both end in a plan (backend, specialisation, launch), one for each set of metadata. A public function may go past its own
-checks too: :meth:`Operator.recall` answers a call of a layer that is like its last, down to the options as the user gave them.
+checks too: :meth:`Operator.recall` answers a call of a layer that is like one of its last, down to the options as the user gave them.
 """
 
 from __future__ import annotations
@@ -134,16 +134,17 @@ class Operator:
 
         Not where something is active that wants to see a call or to change it: a mode, a transform, autocast, a tracer.
         """
-        tensors, present = (x, w, b), (x, w) if b is None else (x, w, b)
+        tensors = x, w, b
         active = _transforms_active() or _dispatch_modes() or _any_autocast() or _tracing_state() is not None
         differentiable = _differentiable(tensors)
         if active or forward_ad._current_level >= 0 or differentiable is None:
             return
         plan = self._plans.get(self._key(tensors, constants))
-        if plan is None or any(t.data_ptr() & 15 for t in present):
+        if plan is None or (x.data_ptr() | w.data_ptr()) & 15:
             return
         if len(self._calls) >= MAX_PLANS:
             self._calls.clear()
+        present = (x, w) if b is None else tensors
         alike = guards.TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[attr-defined]
         with suppress(TypeError):  # lists have no hash
             key = id(w), id(b), options

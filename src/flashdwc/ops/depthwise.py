@@ -107,14 +107,15 @@ def _check_ranks(n: int, input: Any, weight: Any, bias: Any) -> None:
 
 
 def _convolve(
-    input: Tensor, weight: Tensor, bias: Tensor | None, n: int, stride, padding, dilation, mode, precision, impl
+    input: Tensor, weight: Tensor, bias: Tensor | None, options: tuple, *, recallable: bool = False
 ) -> Tensor:
+    """``options``: dimensions, stride, padding, dilation, padding mode, precision, impl; ``recallable``: by these arguments."""
+    n, stride, padding, dilation, mode, precision, impl = options
     if not isinstance(input, Tensor) and has_torch_function((input,)):  # a proxy of torch.fx
         function = {1: depthwise_conv1d, 2: depthwise_conv2d, 3: depthwise_conv3d}[n]
         keywords = {"padding_mode": mode, "precision": precision, "impl": impl}
         return handle_torch_function(function, (input,), input, weight, bias, stride, padding, dilation, **keywords)
-    eager, as_they_came = not torch.compiler.is_compiling(), (input, weight)
-    options = (n, stride, padding, dilation, mode, precision, impl)
+    eager, as_it_came = not torch.compiler.is_compiling(), input
     _check_ranks(n, input, weight, bias)
     unbatched = input.dim() == n + 1
     if unbatched:
@@ -137,7 +138,7 @@ def _convolve(
         stride, padding, dilation = (1, *stride), (0, 0, *padding), (1, *dilation)
     constants = (stride, padding, dilation, precision or "auto", impl)
     y = forward(input, weight, bias, *constants)
-    if eager and input is as_they_came[0] and weight is as_they_came[1] and impl.__class__ is str:
+    if recallable and eager and input is as_it_came and impl.__class__ is str:
         forward.remember(options, input, weight, bias, constants)
     if n == 1:
         y = _without_dimension(y, 2)
@@ -191,7 +192,7 @@ def depthwise_conv2d(
     """
     options = (2, stride, padding, dilation, padding_mode, precision, impl)
     y = forward.recall(options, input, weight, bias)
-    return _convolve(input, weight, bias, *options) if y is None else y
+    return _convolve(input, weight, bias, options, recallable=True) if y is None else y
 
 
 def depthwise_conv1d(
@@ -213,24 +214,14 @@ def depthwise_conv1d(
     sees nothing after ``p``; ``padding`` must then be left at 0.
     """
     if not causal:
-        return _convolve(input, weight, bias, 1, stride, padding, dilation, padding_mode, precision, impl)
+        return _convolve(input, weight, bias, (1, stride, padding, dilation, padding_mode, precision, impl))
     if padding not in (0, (0,), [0]) or padding_mode != "zeros":
         raise ValueError(f"padding: expected 0 and mode 'zeros' with causal=True, got {padding!r} and {padding_mode!r}")
     _check_ranks(1, input, weight, bias)
     (step,), (gap,) = _numbers("stride", stride, 1), _numbers("dilation", dilation, 1)
     left = gap * (weight.shape[-1] - 1)
-    y = _convolve(
-        input.unsqueeze(-2),
-        weight.unsqueeze(-2),
-        bias,
-        2,
-        (1, step),
-        (left, 0, 0, 0),
-        (1, gap),
-        "zeros",
-        precision,
-        impl,
-    )
+    options = (2, (1, step), (left, 0, 0, 0), (1, gap), "zeros", precision, impl)
+    y = _convolve(input.unsqueeze(-2), weight.unsqueeze(-2), bias, options)
     return _without_dimension(y, -2)
 
 
@@ -249,7 +240,7 @@ def depthwise_conv3d(
     """As :func:`depthwise_conv2d`, in three dimensions: ``F.conv3d(..., groups=C)``."""
     options = (3, stride, padding, dilation, padding_mode, precision, impl)
     y = forward.recall(options, input, weight, bias)
-    return _convolve(input, weight, bias, *options) if y is None else y
+    return _convolve(input, weight, bias, options, recallable=True) if y is None else y
 
 
 def depthwise_conv_transpose2d(

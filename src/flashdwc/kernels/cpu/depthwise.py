@@ -79,15 +79,15 @@ def prepare_input_grad(
     plan = choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)
     if plan == "torch":
         low, beyond, crop = _transposed_geometry(size, w.shape, stride, padding, dilation)
-        if not any(crop):
-            transposed = F.conv_transpose2d if len(stride) == 2 else F.conv_transpose3d
-            groups, strides = size[1], _fresh_strides(size, channels_last)
+        transposed = F.conv_transpose2d if len(stride) == 2 else F.conv_transpose3d
+        groups, cropped, strides = size[1], any(crop), _fresh_strides(size, channels_last)
 
-            def as_it_is(dy: Tensor, w: Tensor) -> Tensor:
-                dx = transposed(dy, w, None, stride, low, beyond, groups, dilation)
-                return dx if dx.stride() == strides else _in_format(dx, channels_last)
+        def as_it_is(dy: Tensor, w: Tensor) -> Tensor:
+            dx = transposed(dy, w, None, stride, low, beyond, groups, dilation)
+            dx = pad(dx, crop) if cropped else dx
+            return dx if dx.stride() == strides else _in_format(dx, channels_last)
 
-            return as_it_is
+        return as_it_is
     return lambda dy, w: _in_format(_input_grad_by(plan, dy, w, size, stride, padding, dilation), channels_last)
 
 
@@ -124,8 +124,8 @@ def prepare_weight_grad(
         return as_it_is
 
     def run(dy: Tensor, x: Tensor) -> Tensor:
-        dw = _weight_grad_by(plan, dy, x, size, stride, padding, dilation).contiguous()
-        return dw if dw.stride() == strides else dw.as_strided(size, strides)
+        dw = _weight_grad_by(plan, dy, x, size, stride, padding, dilation)
+        return dw if dw.stride() == strides else dw.contiguous().as_strided_(size, strides)
 
     return run
 
@@ -209,11 +209,6 @@ def _forward_in_phases(x: Tensor, w: Tensor, b: Tensor | None, low: Ints, dilati
 
 
 def _input_grad_by(plan: str, dy: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    if plan == "torch":
-        low, beyond, crop = _transposed_geometry(size, w.shape, stride, padding, dilation)
-        transposed = F.conv_transpose2d if len(stride) == 2 else F.conv_transpose3d
-        dx = transposed(dy, w, None, stride, low, beyond, size[1], dilation)
-        return pad(dx, crop) if any(crop) else dx
     if plan == "rotated":
         rotated = [d * (w.shape[2 + i // 2] - 1) - p for i, (d, p) in enumerate(zip(_twice(dilation), padding))]
         if min(rotated) < 0:

@@ -1,5 +1,6 @@
 // Which channel and which filter element meet, and one output pixel computed from that definition.
 #pragma once
+#include "epilogue.cuh"
 #include "tile.cuh"
 
 // Channel of the input behind part `part` of a channel of the result.
@@ -24,4 +25,11 @@ template <class Params> __device__ __forceinline__ float by_taps(const Params& p
       }
   }
   return sum;
+}
+
+// Computes an output again, in place of one that is not finite.
+template <class Params> __device__ __forceinline__ void output_by_taps(const Params& p, int image, int channel, int row, int column) {
+  const AddBias epilogue{p.bias};
+  const float sum = epilogue.start(channel) + by_taps(p, image, channel, row, column);
+  p.y.data[image * p.y.image + channel * p.y.channel + row * p.y.row + column * p.y.column] = from_float(epilogue.finish(sum, channel));
 }

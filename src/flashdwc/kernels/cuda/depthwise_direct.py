@@ -11,6 +11,7 @@ from torch import Tensor
 from ...core.backend import Plan
 from .depthwise_problem import MULTIPROCESSORS, Problem
 from .depthwise_tensor_core import choose_splits, conv_plan, conv_sizes, weight_grad_plan
+from .depthwise_tiles import power_of_two
 
 MAX_TAPS, FEW_TAPS = 25, 12
 BLOCKS_PER_SM = 8  # persistent blocks; enough to even out their ends
@@ -87,7 +88,7 @@ def weight_grad_strip(problem: Problem) -> Strip:
     (vector, rows, columns), height = _weight_grad_shape(problem)
     vector = min(vector, widest)
     groups = -(-problem.channels // vector)
-    lanes = min(32 // vector if vector > 1 else 16, 1 << (groups - 1).bit_length())  # half a line of memory
+    lanes = min(32 // vector if vector > 1 else 16, power_of_two(groups))  # half a line of memory
     strip = Strip(vector, rows, columns, lanes, 256, height)
     strips = _strip_grid(problem, strip)[0]
     if strips > FEW_STRIPS:
@@ -119,19 +120,22 @@ def describe(problem: Problem, strip: Strip) -> str:
     return f"CUDA cores, {strip.vector} channels x {strip.rows} rows x {strip.columns} columns a thread"
 
 
-def weight_grad_macros(problem: Problem, strip: Strip) -> dict[str, int]:
+def _common_macros(problem: Problem, strip: Strip) -> dict[str, int]:
     v, h = problem.vertical, problem.horizontal
     return {
         "KH": v.k, "KW": h.k, "SH": v.s, "SW": h.s, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "SUM": 1, "SPREAD": 1,
         "VEC": strip.vector, "ROWS": strip.rows, "COLUMNS": strip.columns, "LANES": strip.lanes, "THREADS": strip.threads,
-        "HEIGHT": strip.height,
     }  # fmt: skip
+
+
+def weight_grad_macros(problem: Problem, strip: Strip) -> dict[str, int]:
+    return {**_common_macros(problem, strip), "HEIGHT": strip.height}
 
 
 def conv_macros(problem: Problem, strip: Strip) -> dict[str, int]:
     v, h = problem.vertical, problem.horizontal
     upsampling = {"UH": v.u, "UW": h.u, "PHASE_H": v.phase, "PHASE_W": h.phase, "FIRST_H": v.first, "FIRST_W": h.first}
-    return {**weight_grad_macros(problem, strip), **upsampling}
+    return {**_common_macros(problem, strip), **upsampling}
 
 
 def _strip_grid(problem: Problem, strip: Strip) -> tuple[int, int, int, int]:

@@ -6,6 +6,7 @@
 // results (or the result, where there is one split).
 //
 //   block:  HEIGHT filter rows, LANES channel groups (neighbours in memory; a power of two) x STRIPS strips (neighbours along the row)
+#include "epilogue.cuh"
 #include "pixel.cuh"
 
 constexpr int STRIPS = THREADS / LANES;
@@ -87,8 +88,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct_weight_gr
     float sum = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) sum += sums[w][k][c];
-    i64 at = i64(channel0 + c) * (KH * KW) + first * KW + k;
-    if (p.splits == 1) p.out[at] = from_float(sum);
-    else p.partials[i64(split) * p.channels * (KH * KW) + at] = sum;
+    write_tap(p, split, channel0 + c, first * KW + k, sum);
   }
 }

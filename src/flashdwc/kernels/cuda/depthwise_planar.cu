@@ -95,9 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_planar(const __g
 #pragma unroll 1
     for (int i = 0; bad && i < ROWS * 8; ++i) {
       const int r = i / 8, c = i % 8;
-      if (r >= valid_rows || c >= valid_columns) continue;
-      const float sum = by_taps(p, image, channel, row0 + r, column + c) + start;
-      target[(row0 + r) * p.y.row + column + c] = from_float(epilogue.finish(sum, channel));
+      if (r < valid_rows && c < valid_columns) output_by_taps(p, image, channel, row0 + r, column + c);
     }
   }
 }

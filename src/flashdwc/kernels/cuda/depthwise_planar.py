@@ -11,6 +11,7 @@ from torch import Tensor
 from ...core.backend import Plan
 from .depthwise_problem import MULTIPROCESSORS, Axis, Problem
 from .depthwise_tensor_core import choose_splits, conv_plan, conv_sizes, weight_grad_plan
+from .depthwise_tiles import power_of_two
 
 THREADS = 256
 ENOUGH_BLOCKS = 8  # for each multiprocessor
@@ -30,12 +31,14 @@ class Strip:
 
 def suits(problem: Problem) -> bool:
     """Whether the forward kernel covers a problem and is the fastest."""
-    small = problem.outputs <= SMALL and problem.horizontal.out <= 16
-    return _covers(problem) and (small or problem.taps <= FEW_TAPS or problem.strided or _narrow(problem))
+    return _suits(problem, small=problem.outputs <= SMALL and problem.horizontal.out <= 16)
 
 
 def suits_weight_grad(problem: Problem) -> bool:
-    small = problem.outputs <= 2 * SMALL
+    return _suits(problem, small=problem.outputs <= 2 * SMALL)
+
+
+def _suits(problem: Problem, *, small: bool) -> bool:
     return _covers(problem) and (small or problem.taps <= FEW_TAPS or problem.strided or _narrow(problem))
 
 
@@ -67,7 +70,7 @@ def conv_strip(problem: Problem) -> Strip:
     most = max(1, (v.k - 1) // v.s) if v.d == 1 else 1  # rows that share what they read
     choices = (rows for rows in (4, 2, 1) if rows <= most and planes * _strips(problem, rows)[1] >= ENOUGH_THREADS)
     rows = next(choices, 1)
-    return Strip(rows, min(32, _power_of_two(_strips(problem, rows)[1])))
+    return Strip(rows, min(32, power_of_two(_strips(problem, rows)[1])))
 
 
 def weight_grad_strip(problem: Problem) -> Strip:
@@ -75,11 +78,7 @@ def weight_grad_strip(problem: Problem) -> Strip:
     whole = [rows for rows in (4, 2, 1) if v.out > 8 or v.out % rows == 0]
     all_strips = {rows: problem.images * _strips(problem, rows)[1] for rows in whole}
     rows = next((rows for rows in whole if all_strips[rows] >= ENOUGH_STRIPS), 1)
-    return Strip(rows, max(32, min(THREADS, _power_of_two(all_strips[rows]))), v.k if h.k > 1 else 1)
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
+    return Strip(rows, max(32, min(THREADS, power_of_two(all_strips[rows]))), v.k if h.k > 1 else 1)
 
 
 def describe(problem: Problem, strip: Strip) -> str:

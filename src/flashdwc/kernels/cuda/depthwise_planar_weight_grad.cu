@@ -6,6 +6,7 @@
 // results (or the result, where there is one split).
 //
 //   block:  HEIGHT filter rows, LANES threads for each of THREADS / LANES channels
+#include "epilogue.cuh"
 #include "planar.cuh"
 
 constexpr int SPAN_H = (HEIGHT - 1) * DH + (ROWS - 1) * SH + 1;
@@ -68,8 +69,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_planar_weight_gr
     float sum = 0.f;
 #pragma unroll
     for (int t = 0; t < TEAMS; ++t) sum += sums[i / TAPS][t][k];
-    const i64 at = i64(c) * (KH * KW) + first * KW + k;
-    if (p.splits == 1) p.out[at] = from_float(sum);
-    else p.partials[i64(split) * p.channels * (KH * KW) + at] = sum;
+    write_tap(p, split, c, first * KW + k, sum);
   }
 }

@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_s
           else store_tile<Output, THREADS, true, THREADS / 2>(outputs + (half ^ 1) * Output::size, p.y, out);
         }
         if (next.strip >= 0) place_fresh(planes, raw, next.fresh, fresh_origin(next, channel, p));
-        const Step after = following(next, p);
+        const Step after = following(next, p);  // found again below: kept until there, it would not fit the registers
         if (after.strip >= 0) fetch_fresh(raw, fresh_origin(after, channel, p), p);
       }
     }

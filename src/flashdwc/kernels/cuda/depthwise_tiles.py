@@ -20,7 +20,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _power_of_two(value: int) -> int:
+def power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
@@ -158,9 +158,9 @@ def _common_macros(problem: Problem, tile: Tile) -> dict[str, int]:
 
 def _block_shapes(problem: Problem, rows: int, narrow: int) -> Iterator[tuple[int, int, int]]:
     """Blocks, groups, images: as wide as the map (``narrow`` times halved), then as tall, then over images."""
-    across = min(8, _power_of_two(-(-problem.horizontal.out // (8 * problem.horizontal.u)))) >> narrow
+    across = min(8, power_of_two(-(-problem.horizontal.out // (8 * problem.horizontal.u)))) >> narrow
     if across:
-        down = min(16 // across, _power_of_two(-(-problem.vertical.out // rows)))
+        down = min(16 // across, power_of_two(-(-problem.vertical.out // rows)))
         yield across, down, 16 // (across * down)
 
 

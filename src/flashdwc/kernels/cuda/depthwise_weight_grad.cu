@@ -126,9 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_w
         float sum = 0.f;
 #pragma unroll
         for (int j = 0; j < 8; ++j) sum += scratch[(LEAD + j * SW + kw * DW) * 8 + j];
-        i64 at = i64(c) * (KH * KW) + (first + kh) * KW + kw;
-        if (p.splits == 1) p.out[at] = from_float(sum);
-        else p.partials[i64(split) * p.channels * (KH * KW) + at] = sum;
+        write_tap(p, split, c, (first + kh) * KW + kw, sum);
       }
     }
   }

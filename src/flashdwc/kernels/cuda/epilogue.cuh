@@ -13,3 +13,10 @@ struct AddBias {
   __device__ __forceinline__ float start(int channel) const { return bias ? to_float(bias[channel]) : 0.f; }  // what a sum starts from
   __device__ __forceinline__ float finish(float sum, int channel) const { return sum; }
 };
+
+// A tap's sum of a weight gradient: the result where there is one split, else one of `splits` partial results.
+template <class Params> __device__ __forceinline__ void write_tap(const Params& p, int split, int channel, int tap, float sum) {
+  const i64 at = i64(channel) * (KH * KW) + tap;
+  if (p.splits == 1) p.out[at] = from_float(sum);
+  else p.partials[i64(split) * p.channels * (KH * KW) + at] = sum;
+}

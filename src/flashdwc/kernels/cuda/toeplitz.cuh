@@ -139,13 +139,11 @@ __device__ __forceinline__ void stage(u16* plane, const Accumulators& acc, const
 template <class T, class Params>
 __device__ __noinline__ void tile_by_taps(const Params& p, int image, int row, int column, int channel) {
   const Origin out = {image, row, column, channel, p.images, p.out_rows, p.out_columns, p.channels};
-  const AddBias epilogue{p.bias};
 #pragma unroll 1
   for (int i = threadIdx.x; i < T::template units<1> * (T::nhwc ? 8 : 1); i += THREADS) {
     Unit<T, 1> u(i / (T::nhwc ? 8 : 1), out);
     int c = u.c + (T::nhwc ? i % 8 : 0);
     if (c >= p.channels || !u.inside(out, 0)) continue;
-    float sum = epilogue.start(c) + by_taps(p, u.n, c, u.y, u.x);
-    p.y.data[u.n * p.y.image + c * p.y.channel + u.y * p.y.row + u.x * p.y.column] = from_float(epilogue.finish(sum, c));
+    output_by_taps(p, u.n, c, u.y, u.x);
   }
 }
