@@ -16,6 +16,8 @@ from .depthwise_formulations import FORMULATIONS, Ints, choose_forward, choose_i
 
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 _GRADIENT_CHANNELS = 384  # in one weight gradient convolution: wider rows miss the cache, narrower ones cost more calls
+_PIXEL_BYTES = 1 << 19  # of a piece that is copied to channels_last
+_PIXEL_CHANNELS = 32  # in such a piece, or a multiple
 _GRADIENT_TERMS = 512  # added in sequence: more cost accuracy, fewer cost more calls
 
 
@@ -138,7 +140,7 @@ def _forward_by(
 ) -> Tensor:
     rank, channels, low = len(stride), x.shape[1], padding[::2]
     if plan == "pixel":
-        return CONVOLUTIONS[rank](_in_format(x, True), w, b, stride, low, dilation, channels)
+        return _forward_on_pixels(x, w, b, stride, low)
     if plan == "transposed":
         beyond = [k - 1 - p for k, p in zip(w.shape[2:], low)]
         apart = (
@@ -171,6 +173,21 @@ def _forward_by(
     if plan == "dilation phases":
         return _forward_in_phases(x, w, b, low, dilation, size)
     return CONVOLUTIONS[rank](x, w, b, stride, low, dilation, channels)
+
+
+def _forward_on_pixels(x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, low: Ints) -> Tensor:
+    """Copied to channels_last and back in pieces that stay in the cache, where fresh memory costs as much as the copy."""
+    n, c = x.shape[:2]
+    y = x.new_empty(n, c, *reference.conv_output_size(x.shape[2:], w.shape[2:], stride, _twice(low), (1, 1)))
+    size = x.element_size() * max(math.prod(x.shape[2:]), math.prod(y.shape[2:]))  # of a channel of one sample
+    channels = min(c, _PIXEL_CHANNELS * max(1, _PIXEL_BYTES // (size * _PIXEL_CHANNELS)))
+    samples = max(1, _PIXEL_BYTES // (size * channels))
+    filters = list(zip(w.split(channels), [None] * c if b is None else b.split(channels)))
+    for some_x, some_y in zip(x.split(samples), y.split(samples)):
+        for part_x, part_y, (some_w, some_b) in zip(some_x.split(channels, 1), some_y.split(channels, 1), filters):
+            pixels = part_x.contiguous(memory_format=torch.channels_last)
+            part_y.copy_(F.conv2d(pixels, some_w, some_b, stride, low, 1, pixels.shape[1]))
+    return y
 
 
 def _samples_as_channels(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,25 +290,30 @@ def _weight_grad_as_convolution(dy: Tensor, x: Tensor, size: Ints, stride: Ints,
     blocks = -(-dy.shape[2] // max(1, _GRADIENT_TERMS // math.prod(dy.shape[3:])))
     rows = -(-dy.shape[2] // blocks)
     reach = dilation[0] * (size[2] - 1)
+    last = (dy.shape[2] - 1) * stride[0] + reach + 1 - low[0]  # dy meets the rows of x before this one
     dw = x.new_zeros(size, dtype=torch.float32)
+    if last <= 0:
+        return dw.to(x.dtype)
+    # a single block leaves the padded rows to the convolution, which skips them
+    above, below, beyond = (low[0], max(0, last - height), 0) if blocks > 1 else (0, 0, low[0])
     for some_x, some_dy in zip(x.split(samples), dy.split(samples)):
         folded = some_x.shape[0] * channels
-        maps = some_x.permute(*range(2, 2 + rank), 0, 1).float().contiguous()  # [*spatial, n, C]
-        maps = maps.view(1, *x.shape[2:], folded).movedim(-1, 1)  # channels_last
-        for block, first in zip(some_dy.split(rows, 2), range(-low[0], height, rows * stride[0])):
+        pixels = some_x.permute(*range(2, 2 + rank), 0, 1)  # [*spatial, n, C]
+        if above or below or pixels.dtype is not torch.float32 or not pixels.is_contiguous():
+            padded = pixels.new_zeros((above + height + below, *pixels.shape[1:]), dtype=torch.float32)
+            padded[above : above + height] = pixels
+            pixels = padded
+        maps = pixels.view(1, *pixels.shape[:rank], folded).movedim(-1, 1)  # channels_last
+        total: Tensor | None = None
+        for i, block in enumerate(some_dy.split(rows, 2)):
             filters = _spread(block.float(), stride)
-            last = first + filters.shape[2] + reach  # the block meets rows first to last of x
-            if last <= 0:
-                continue
-            above, below = max(0, -first), max(0, last - height)
-            both = min(above, below)
-            window = maps[:, :, max(0, first) : last]
-            if above != below:
-                window = pad(window, (above - both, below - both, *[0] * (2 * rank - 2)))
             filters = filters.reshape(folded, 1, *filters.shape[2:])
-            part = CONVOLUTIONS[rank](window, filters, None, dilation, (both, *low[1:]), 1, folded)
-            part = _part(part, size[2:]).transpose(0, 1)
-            dw += part if folded == channels else part.unflatten(0, (-1, channels)).sum(0)
+            window = maps.narrow(2, i * rows * stride[0], filters.shape[2] + reach) if blocks > 1 else maps[:, :, :last]
+            part = CONVOLUTIONS[rank](window, filters, None, dilation, (beyond, *low[1:]), 1, folded)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        part = _part(total, size[2:]).transpose(0, 1)
+        dw += part if folded == channels else part.unflatten(0, (-1, channels)).sum(0)
     return dw.to(x.dtype)
 
 
