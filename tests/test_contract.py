@@ -113,6 +113,13 @@ def test_explicit_backends_agree_or_say_why_not(name, index, device):
 
 
 @each_sample
+def test_results_are_no_views_on_whichever_way(name, index, device):
+    operator, args = sample(name, index, device)
+    for impl in ("auto", "auto", "torch", "torch"):  # the second of each is recalled
+        assert not operator(*args[:-1], impl)._is_view()
+
+
+@each_sample
 def test_new_data_in_the_same_shapes_reuses_the_plan(name, index, device):
     operator, args = sample(name, index, device, torch.float64)
     operator(*args)

@@ -13,7 +13,8 @@ from torch import Tensor
 from .config import IMPLEMENTATIONS, config
 from .errors import UnsupportedError
 
-Plan = Callable[..., Tensor]  # takes the operator's tensor arguments
+# Takes the operator's tensor arguments; returns no view, as autograd forbids in-place changes of a custom function's.
+Plan = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)

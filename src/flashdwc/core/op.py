@@ -8,7 +8,7 @@ A call takes one of two ways, both made from the same declaration:
   the backend directly. It is three times cheaper on the host, and carries forward-mode AD.
 
 Both end in a plan (backend, specialisation, launch), one for each set of metadata. A public function may go past its own
-checks too: :meth:`Operator.recall` answers a call of a layer that is like one of its last, down to the options as the user gave them.
+checks too: :meth:`Operator.recall` answers a call that is like one of the last, as of a layer with the options that its user gave.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .backend import Backend, Cost, Explanation, Plan, Recorder, choose, floor_m
 NAMESPACE = "flashdwc"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 MAX_PLANS = 4096  # bounds the memory of a program whose shapes never repeat
-MAX_CALLS = 4  # of a layer: shapes, layouts, with and without a gradient
+MAX_CALLS = 4  # under one key: shapes, layouts, with and without a gradient
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -48,11 +48,6 @@ def _differentiable(tensors: Sequence[Tensor | None]) -> bool | None:
             if t.requires_grad:
                 differentiable = True
     return differentiable
-
-
-def _own(y: Tensor) -> Tensor:
-    """No view: autograd forbids in-place changes of a custom function's."""
-    return y.detach() if y._is_view() else y
 
 
 class Operator:
@@ -84,17 +79,25 @@ class Operator:
         self.reference, self.backends, self.check, self.fake = reference, tuple(backends), check, fake
         self.cost, self.samples, self.gradients, self.casts = cost, samples, gradients, casts
         self._plans: dict[tuple, Plan] = {}
-        # the last calls of a layer: what tells tensors alike, constants, plan, whether one asks for a gradient
-        self._calls: dict[tuple, tuple[tuple[Callable[..., bool], tuple, Plan, bool], ...]] = {}
+        # the last calls under a key: what tells tensors alike, constants, plan, whether one asks for a gradient, and whether
+        # the plan holds for aligned addresses only
+        self._calls: dict[tuple, tuple[tuple[Callable[..., bool], tuple, Plan, bool, bool], ...]] = {}
         self._function, self._transformable = _autograd_functions(self, setup_context, backward, jvp, vmap)
         self._registered = self._register(schema, setup_context, backward, vmap)
 
     def __call__(self, *args: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return self._compiled(*args)
-        tensors = args[: self.tensors]
+        tensors, constants = args[: self.tensors], args[self.tensors :]
+        y = self._recall(constants, tensors)
+        if y is None:
+            y = self._call(tensors, constants, args)
+            self.remember(constants, tensors, constants)
+        return y
+
+    def _call(self, tensors: tuple, constants: tuple, args: tuple) -> Tensor:
         if args[-1].__class__ is Recorder:
-            return self._record(*self._cast(tensors), *args[self.tensors :])
+            return self._record(*self._cast(tensors), *constants)
         if forward_ad._current_level >= 0 or _transforms_active():
             # before all else, as the registered operator has no tangents
             return self._past_autocast(self._transformable.apply, args)
@@ -104,52 +107,58 @@ class Operator:
         function = self._recorded if differentiable and _grad_enabled() else self.run
         return self._past_autocast(function, args) if _any_autocast() else function(*args)
 
-    def recall(self, options: tuple, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor | None:
-        """The result of a call that is like one of :meth:`remember`; None where it is not.
+    def recall(self, key: tuple, tensors: tuple) -> Tensor | None:
+        """The result of a call that is like one of :meth:`remember`'s under that key; None where it is not."""
+        return None if torch.compiler.is_compiling() else self._recall(key, tensors)
 
-        A layer is known by its parameters and options. Its calls are told alike by the guards of PyTorch's compiler, in all
-        metadata, and in the dispatch keys, which autocast, modes, transforms and tracers change. All is here in one piece:
-        what the host has to load for each function costs a small layer more than what the function does.
-        """
-        if torch.compiler.is_compiling():
-            return None
+    def _recall(self, key: tuple, tensors: tuple) -> Tensor | None:
+        # All in one piece: what the host has to load for each function costs a small layer more than what the function does.
         try:
-            calls = self._calls.get((id(w), id(b), options))
+            calls = self._calls.get(key)
         except TypeError:  # lists have no hash
             return None
         if calls is None or forward_ad._current_level >= 0:
             return None
-        for alike, constants, plan, differentiable in calls:
-            if alike(x, w) if b is None else alike(x, w, b):
-                if (x.data_ptr() | w.data_ptr()) & 15:  # the kernels' widest accesses
+        present = tensors if tensors[-1] is not None else tensors[:-1]
+        for alike, constants, plan, differentiable, by_address in calls:
+            try:
+                same = alike(*present)
+            except TypeError:  # one is no tensor
+                return None
+            if same:
+                if by_address and (tensors[0].data_ptr() | tensors[1].data_ptr()) & 15:
                     return None
                 if differentiable and _grad_enabled():
-                    return self._function(x, w, b, constants, plan)
-                y = plan(x, w, b)
-                return y.detach() if y._is_view() else y
+                    return self._function(*tensors, constants, plan)
+                return plan(*tensors)
         return None
 
-    def remember(self, options: tuple, x: Tensor, w: Tensor, b: Tensor | None, constants: tuple) -> None:
+    def remember(self, key: tuple, tensors: tuple, constants: tuple) -> None:
         """Lets :meth:`recall` answer calls like this one, for which a plan has been made.
 
-        Not where something is active that wants to see a call or to change it: a mode, a transform, autocast, a tracer.
+        Calls are told alike by the guards of PyTorch's compiler, in all metadata, and in the dispatch keys, which autocast,
+        modes, transforms and tracers change. While one of these is active, nothing is remembered: it wants to see a call or
+        to change it.
         """
-        tensors = x, w, b
+        if constants[-1].__class__ is not str or forward_ad._current_level >= 0:
+            return
         active = _transforms_active() or _dispatch_modes() or _any_autocast() or _tracing_state() is not None
         differentiable = _differentiable(tensors)
-        if active or forward_ad._current_level >= 0 or differentiable is None:
+        if active or differentiable is None:
             return
-        plan = self._plans.get(self._key(tensors, constants))
-        if plan is None or (x.data_ptr() | w.data_ptr()) & 15:
+        by_address = tensors[0].is_cuda  # kernels load as wide as the addresses allow
+        if by_address and (tensors[0].data_ptr() | tensors[1].data_ptr()) & 15:
             return
-        if len(self._calls) >= MAX_PLANS:
-            self._calls.clear()
-        present = (x, w) if b is None else tensors
-        alike = guards.TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[attr-defined]
         with suppress(TypeError):  # lists have no hash
-            key = id(w), id(b), options
+            plan = self._plans.get(self._key(tensors, constants))
+            if plan is None:
+                return
+            present = [t for t in tensors if t is not None]
+            alike = guards.TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[attr-defined]
+            if len(self._calls) >= MAX_PLANS:
+                self._calls.clear()
             others = self._calls.get(key, ())[: MAX_CALLS - 1]
-            self._calls[key] = ((alike, constants, plan, differentiable), *others)
+            self._calls[key] = ((alike, constants, plan, differentiable, by_address), *others)
 
     def _recorded(self, *args: Any) -> Tensor:
         tensors, constants = args[: self.tensors], args[self.tensors :]
@@ -177,8 +186,10 @@ class Operator:
 
     def run(self, *args: Any) -> Tensor:
         """Runs the plan for these arguments' metadata; makes it first where there is none."""
+        if torch.compiler.is_compiling():  # a graph that broke on the way here: plans may take what has no fake
+            return self._decomposed(*args)
         tensors = args[: self.tensors]
-        return _own(self._plan(tensors, args[self.tensors :])(*tensors))
+        return self._plan(tensors, args[self.tensors :])(*tensors)
 
     def prepare(self, *args: Any) -> None:
         """Makes the plan for these arguments' metadata, compiles its kernels, and runs nothing."""
@@ -270,9 +281,9 @@ def _autograd_functions(operator: Operator, setup: Callable, grad: Callable, tan
     class Plain(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Tensor:  # type: ignore[override]
-            *tensors, constants, plan = args  # constants as one: each argument costs half a microsecond
-            setup(ctx, tensors, constants)
-            return _own(plan(*tensors))
+            tensors = args[:-2]  # constants are one argument, as each costs half a microsecond
+            setup(ctx, tensors, args[-2])
+            return args[-1](*tensors)
 
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor) -> tuple:  # type: ignore[override]

@@ -24,6 +24,11 @@ def symmetric(padding: Sequence[int]) -> bool:
     return tuple(padding[::2]) == tuple(padding[1::2])
 
 
+def own(y: Tensor) -> Tensor:
+    """The same elements, no view: what a plan returns."""
+    return y.detach() if y._is_view() else y
+
+
 def pad(x: Tensor, padding: Sequence[int], mode: str = "constant") -> Tensor:
     """Padding given as (low, high) of each dimension, the first dimension first; zeros unless ``mode`` says other."""
     reversed_pairs = [p for i in reversed(range(0, len(padding), 2)) for p in padding[i : i + 2]]
@@ -86,7 +91,7 @@ def _plan_forward(x: Tensor, w: Tensor, b: Tensor | None, stride, padding, dilat
             switches = (cudnn.benchmark, cudnn.deterministic, cudnn.enabled, False)
             x, w = x.contiguous(), w.contiguous()
             y = torch._convolution(x, w, b, stride, low, dilation, False, [0] * spatial, groups, *switches)
-        return y.contiguous(memory_format=memory_format)
+        return own(y.contiguous(memory_format=memory_format))
 
     return run
 
@@ -111,7 +116,7 @@ def _plan_input_grad(dy: Tensor, w: Tensor, input_size, stride, padding, dilatio
     def run(dy: Tensor, w: Tensor) -> Tensor:
         x = torch.empty(size, dtype=dy.dtype, device=dy.device, memory_format=memory_format)  # its layout decides
         dx = _backward(dy, x, w, geometry, ieee, [True, False, False])[0]
-        return (dx if even else _crop(dx, padding)).contiguous(memory_format=memory_format)
+        return own((dx if even else _crop(dx, padding)).contiguous(memory_format=memory_format))
 
     return run
 
@@ -131,7 +136,7 @@ def _plan_weight_grad(
             dy, x = dy.float(), x.float()
         w = dy.new_empty(weight_size)
         dw = _backward(dy, x if even else pad(x, padding), w, geometry, ieee, [False, True, False])[1].to(dtype)
-        return dw if dw.stride() == strides else dw.contiguous().as_strided(weight_size, strides)
+        return own(dw if dw.stride() == strides else dw.contiguous().as_strided(weight_size, strides))
 
     return run
 

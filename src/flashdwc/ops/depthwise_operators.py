@@ -135,13 +135,13 @@ def packed_strides(size: Sequence[int], strides: Sequence[int]) -> tuple[int, ..
 def _save(ctx: Any, tensors: Sequence[Tensor], constants: tuple) -> None:
     """Keeps of the two factors only the one that the other's gradient needs, and what the other looks like."""
     first, second = tensors[:2]
-    need = ctx.needs_input_grad
-    if need[0] and need[1]:
+    need_first, need_second, *_ = ctx.needs_input_grad
+    ctx.kept = constants
+    if need_first and need_second:
         ctx.save_for_backward(first, second)
     else:
-        ctx.save_for_backward(first if need[1] else None, second if need[0] else None)
+        ctx.save_for_backward(first if need_second else None, second if need_first else None)
         ctx.looks = first.shape, second.shape, second.stride()
-    ctx.kept = constants
 
 
 def _looks(ctx: Any, first: Tensor | None, second: Tensor | None) -> tuple:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..native import CONVOLUTIONS, pad, suggests_channels_last
+from ..native import CONVOLUTIONS, own, pad, suggests_channels_last
 from .depthwise_formulations import FORMULATIONS, Ints, choose_forward, choose_input_grad, choose_weight_grad
 
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
@@ -39,10 +39,22 @@ def prepare_forward(
     """What :func:`forward` does with every ``x``, ``w`` and bias of these sizes, strides and types."""
     plan = choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)
     convolution, low, groups = CONVOLUTIONS[len(stride)], padding[::2], x.shape[1]
-    if plan == "direct":
-        return lambda x, w, b: convolution(x, w, b, stride, low, dilation, groups)
     channels_last = _channels_last(x, w)
-    return lambda x, w, b: _in_format(_forward_by(plan, x, w, b, stride, padding, dilation), channels_last)
+    if plan == "direct":
+        if _goes_to_onednn(x, w, stride, low, dilation):  # past the three functions that find that out again
+            return lambda x, w, b: torch.mkldnn_convolution(x, w, b, low, stride, dilation, groups)
+        return lambda x, w, b: convolution(x, w, b, stride, low, dilation, groups)
+    return lambda x, w, b: own(_in_format(_forward_by(plan, x, w, b, stride, padding, dilation), channels_last))
+
+
+def _goes_to_onednn(x: Tensor, w: Tensor, stride: Ints, low: Ints, dilation: Ints) -> bool:
+    """Whether PyTorch's convolution would hand these operands to oneDNN as they are."""
+    chosen = torch._C._select_conv_backend(
+        x, w, None, stride, low, dilation, False, [0] * len(stride), x.shape[1], None
+    )
+    fmt = _CHANNELS_LAST[len(stride)] if _channels_last(x, w) else torch.contiguous_format
+    as_they_are = x.is_contiguous(memory_format=fmt) and w.is_contiguous(memory_format=fmt)
+    return as_they_are and chosen == torch._C._ConvBackend.Mkldnn
 
 
 def describe_forward(
@@ -78,19 +90,32 @@ def prepare_input_grad(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """What :func:`input_grad` does with every ``dy`` and ``w`` of these sizes, strides and types."""
     size, channels_last = tuple(input_size), _channels_last(dy, w)
+    strides = _fresh_strides(size, channels_last)
     plan = choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)
     if plan == "torch":
         low, beyond, crop = _transposed_geometry(size, w.shape, stride, padding, dilation)
         transposed = F.conv_transpose2d if len(stride) == 2 else F.conv_transpose3d
-        groups, cropped, strides = size[1], any(crop), _fresh_strides(size, channels_last)
+        groups, cropped = size[1], any(crop)
 
         def as_it_is(dy: Tensor, w: Tensor) -> Tensor:
             dx = transposed(dy, w, None, stride, low, beyond, groups, dilation)
             dx = pad(dx, crop) if cropped else dx
-            return dx if dx.stride() == strides else _in_format(dx, channels_last)
+            return dx if dx.stride() == strides and not cropped else own(_in_format(dx, channels_last))
 
         return as_it_is
-    return lambda dy, w: _in_format(_input_grad_by(plan, dy, w, size, stride, padding, dilation), channels_last)
+    if plan == "rotated":
+        low = [d * (w.shape[2 + i // 2] - 1) - p for i, (d, p) in enumerate(zip(_twice(dilation), padding))]
+        crop = [min(0, p) for p in low] if min(low) < 0 else None
+        axes = tuple(range(2, w.dim()))
+        cropped = dy if crop is None else pad(dy, crop)
+        convolve = prepare_forward(cropped, w.flip(axes), stride, tuple(max(0, p) for p in low), dilation)
+
+        def rotated(dy: Tensor, w: Tensor) -> Tensor:
+            dx = convolve(dy if crop is None else pad(dy, crop), w.flip(axes), None)
+            return dx if dx.stride() == strides else own(_in_format(dx, channels_last))
+
+        return rotated
+    return lambda dy, w: own(_in_format(_input_grad_by(plan, dy, w, size, stride, padding, dilation), channels_last))
 
 
 def weight_grad(
@@ -116,18 +141,22 @@ def prepare_weight_grad(
     size, strides, groups = tuple(weight_size), tuple(weight_stride), x.shape[1]
     plan = choose_weight_grad(x.dtype, x.shape, x.stride(), size, stride, padding, dilation)
     if plan == "torch":
-        backward, w, low = torch.ops.aten.convolution_backward.default, _sized(size, x.dtype), padding[::2]
+        # past the Python in front of it, which shows in small calls
+        backward = torch.ops.aten.convolution_backward.default._op
+        w, low = _sized(size, x.dtype), padding[::2]
         unused, only_weight = [0] * len(stride), [False, True, False]
 
         def as_it_is(dy: Tensor, x: Tensor) -> Tensor:
             dw = backward(dy, x, w, None, stride, low, dilation, False, unused, groups, only_weight)[1]
-            return dw if dw.stride() == strides else dw.contiguous().as_strided_(size, strides)
+            if dw.stride() == strides:
+                return dw
+            return (dw if dw.is_contiguous() else dw.contiguous()).as_strided_(size, strides)
 
         return as_it_is
 
     def run(dy: Tensor, x: Tensor) -> Tensor:
         dw = _weight_grad_by(plan, dy, x, size, stride, padding, dilation)
-        return dw if dw.stride() == strides else dw.contiguous().as_strided_(size, strides)
+        return own(dw if dw.stride() == strides else dw.contiguous().as_strided_(size, strides))
 
     return run
 
@@ -210,28 +239,20 @@ def _forward_in_phases(x: Tensor, w: Tensor, b: Tensor | None, low: Ints, dilati
     x = pad(x, fill) if any(fill) else x
     x = x.view(*x.shape[:2], *(a for n, d in zip(x.shape[2:], dilation) for a in (n // d, d)))
     inner, outer = [2 + 2 * i for i in range(rank)], [3 + 2 * i for i in range(rank)]
-    last = x.stride(1) == 1
-    x = x.permute(*outer, 0, *inner, 1) if last else x.permute(*outer, 0, 1, *inner)
-    x = x.flatten(0, rank)
-    y = forward(x.movedim(-1, 1) if last else x, w, b, (1,) * rank, tuple(padding), (1,) * rank)
-    y = y.unflatten(0, (*dilation, -1))  # [*dilation, N, C, *spatial]
-    order = [a for i in range(rank) for a in (rank + 2 + i, i)]
-    y = y.permute(rank, *order, rank + 1) if last else y.permute(rank, rank + 1, *order)
+    # pixels, whatever the layout was: these copies are made anyway, and that kernel is the faster one on small maps
+    x = x.permute(*outer, 0, *inner, 1).flatten(0, rank)
+    y = forward(x.movedim(-1, 1), w, b, (1,) * rank, tuple(padding), (1,) * rank).movedim(1, -1)
+    y = y.unflatten(0, (*dilation, -1))  # [*dilation, N, *spatial, C]
+    y = y.permute(rank, *(a for i in range(rank) for a in (rank + 1 + i, i)), 2 * rank + 1)
     for i in range(rank):
-        y = y.flatten(1 + i + (not last), 2 + i + (not last))
-    return _part(y.movedim(-1, 1) if last else y, size)
+        y = y.flatten(1 + i, 2 + i)
+    return _part(y.movedim(-1, 1), size)
 
 
 # ----------------------------------------------------------------------------------------------------------- gradients
 
 
 def _input_grad_by(plan: str, dy: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    if plan == "rotated":
-        rotated = [d * (w.shape[2 + i // 2] - 1) - p for i, (d, p) in enumerate(zip(_twice(dilation), padding))]
-        if min(rotated) < 0:
-            dy = pad(dy, [min(0, p) for p in rotated])
-        w = w.flip(*range(2, w.dim()))
-        return forward(dy, w, None, stride, tuple(max(0, p) for p in rotated), dilation)
     if plan == "empty":
         return dy.new_zeros(size)
     if plan == "float32":

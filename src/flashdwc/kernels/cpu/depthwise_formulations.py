@@ -54,6 +54,7 @@ _HAS_BFLOAT16_KERNELS = _REGISTER_BLOCK == 6 and torch.cpu._is_avx512_bf16_suppo
 _HANGING_CHANNELS, _HANGING_COLUMNS = 16, 14
 # Filter columns for which the pixel kernel is no faster than the planar one, and those for which it is far slower.
 _SLOW_PIXEL_COLUMNS, _SLOWEST_PIXEL_COLUMNS = range(9, 14), range(12, 14)
+_FEW_COLUMNS = 7  # of a map; the planar kernel refuses wide padding on them in channels_last
 _SMALL_MAP = 14  # rows or columns: on smaller maps the detours cost more than they save
 _WORTH_ROTATING = 10_000_000  # products; the same for rotating the filter
 _FEW_TAPS, _VERY_FEW_TAPS = 25, 15  # for which PyTorch's weight gradient is good
@@ -108,6 +109,8 @@ def choose_forward(
         return "transposed" if transposable and _pixels_are_slower(kernel[1], min(size[2:])) else "direct"
     columns = reference.conv_output_size(size[2:], kernel, stride, padding, dilation)[-1]
     narrow = padding[-1] <= min(_REGISTER_BLOCK, columns)
+    if channels_last and columns <= _FEW_COLUMNS and padding[-1] > _FEW_COLUMNS - 3:
+        narrow = False
     if rank == 2 and narrow and all(p <= d * (k - 1) for p, d, k in zip(padding[::2], dilation, kernel)):
         return "direct"
     if not dilated:
@@ -145,8 +148,14 @@ def choose_input_grad(
         small, inside = min(size[2:]) <= _SMALL_MAP, max(columns - 1 - p for p in padding[2:]) <= _REGISTER_BLOCK
         return "rotated" if (small and columns > 10 if channels_last else inside) else "torch"
     products = math.prod(size) * math.prod(map(min, size[2:], w_size[2:]))
-    pixel_is_faster = columns not in _SLOW_PIXEL_COLUMNS and (channels_last or columns > _SLOW_PIXEL_COLUMNS[-1])
-    return "rotated" if pixel_is_faster and products >= _WORTH_ROTATING and min(size[2:]) >= _SMALL_MAP else "torch"
+    map_side, beyond = min(size[2:]), columns - 1 - padding[-1]
+    if channels_last or beyond > _REGISTER_BLOCK:  # the pixel kernel, on a copy where the layout is contiguous
+        worth = products >= _WORTH_ROTATING and map_side >= _SMALL_MAP + (not channels_last)
+        worth = worth and columns not in _SLOW_PIXEL_COLUMNS
+    else:
+        enough = columns >= (7 if map_side > _SMALL_MAP else 5)
+        worth = enough and products * (2 if columns >= 11 else 1) >= _WORTH_ROTATING
+    return "rotated" if worth else "torch"
 
 
 @lru_cache(maxsize=4096)
