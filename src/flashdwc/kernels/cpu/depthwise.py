@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -12,12 +13,20 @@ from torch import Tensor
 
 from .. import reference
 from ..native import CONVOLUTIONS, own, pad, suggests_channels_last
-from .depthwise_formulations import FORMULATIONS, Ints, choose_forward, choose_input_grad, choose_weight_grad
+from .depthwise_formulations import (
+    FORMULATIONS,
+    Ints,
+    choose_forward,
+    choose_input_grad,
+    choose_weight_grad,
+    enters_planar_kernel,
+)
 
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 _GRADIENT_CHANNELS = 384  # in one weight gradient convolution: wider rows miss the cache, narrower ones cost more calls
-_PIXEL_BYTES = 1 << 19  # of a piece that is copied to channels_last
+_PIECE_BYTES = 1 << 19  # of a piece that is copied
 _PIXEL_CHANNELS = 32  # in such a piece, or a multiple
+_SMALL_PIECE, _LARGE_PIECE = 400_000, 2_400_000  # bytes of the input for a weight gradient convolution of planes
 _GRADIENT_TERMS = 512  # added in sequence: more cost accuracy, fewer cost more calls
 
 
@@ -54,7 +63,7 @@ def _goes_to_onednn(x: Tensor, w: Tensor, stride: Ints, low: Ints, dilation: Int
     )
     fmt = _CHANNELS_LAST[len(stride)] if _channels_last(x, w) else torch.contiguous_format
     as_they_are = x.is_contiguous(memory_format=fmt) and w.is_contiguous(memory_format=fmt)
-    return as_they_are and chosen == torch._C._ConvBackend.Mkldnn
+    return as_they_are and chosen == torch._C._ConvBackend.Mkldnn  # type: ignore[attr-defined]
 
 
 def describe_forward(
@@ -104,14 +113,14 @@ def prepare_input_grad(
 
         return as_it_is
     if plan == "rotated":
-        low = [d * (w.shape[2 + i // 2] - 1) - p for i, (d, p) in enumerate(zip(_twice(dilation), padding))]
-        crop = [min(0, p) for p in low] if min(low) < 0 else None
-        axes = tuple(range(2, w.dim()))
-        cropped = dy if crop is None else pad(dy, crop)
-        convolve = prepare_forward(cropped, w.flip(axes), stride, tuple(max(0, p) for p in low), dilation)
+        around = [d * (w.shape[2 + i // 2] - 1) - p for i, (d, p) in enumerate(zip(_twice(dilation), padding))]
+        cut = [min(0, p) for p in around]
+        axes, inside = tuple(range(2, w.dim())), not any(cut)
+        example = dy if inside else pad(dy, cut)
+        convolve = prepare_forward(example, w.flip(axes), stride, tuple(max(0, p) for p in around), dilation)
 
         def rotated(dy: Tensor, w: Tensor) -> Tensor:
-            dx = convolve(dy if crop is None else pad(dy, crop), w.flip(axes), None)
+            dx = convolve(dy if inside else pad(dy, cut), w.flip(axes), None)
             return dx if dx.stride() == strides else own(_in_format(dx, channels_last))
 
         return rotated
@@ -209,8 +218,8 @@ def _forward_on_pixels(x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, low
     n, c = x.shape[:2]
     y = x.new_empty(n, c, *reference.conv_output_size(x.shape[2:], w.shape[2:], stride, _twice(low), (1, 1)))
     size = x.element_size() * max(math.prod(x.shape[2:]), math.prod(y.shape[2:]))  # of a channel of one sample
-    channels = min(c, _PIXEL_CHANNELS * max(1, _PIXEL_BYTES // (size * _PIXEL_CHANNELS)))
-    samples = max(1, _PIXEL_BYTES // (size * channels))
+    channels = min(c, _PIXEL_CHANNELS * max(1, _PIECE_BYTES // (size * _PIXEL_CHANNELS)))
+    samples = max(1, _PIECE_BYTES // (size * channels))
     filters = list(zip(w.split(channels), [None] * c if b is None else b.split(channels)))
     for some_x, some_y in zip(x.split(samples), y.split(samples)):
         for part_x, part_y, (some_w, some_b) in zip(some_x.split(channels, 1), some_y.split(channels, 1), filters):
@@ -303,39 +312,88 @@ def _sized(size: Ints, dtype: torch.dtype) -> Tensor:
 
 def _weight_grad_as_convolution(dy: Tensor, x: Tensor, size: Ints, stride: Ints, low: Ints, dilation: Ints) -> Tensor:
     """``dw[i] = sum_o dy[o] x[o * stride + i * dilation - low]``: a block of rows of dy is the filter, i the output."""
-    rank, channels, height = len(stride), x.shape[1], x.shape[2]
+    rank, height = len(stride), x.shape[2]
     if rank == 2 and dy.shape[3] > max(_GRADIENT_TERMS, dy.shape[2]):  # rows too long for a block: cut the columns
         geometry = (*size[:2], size[3], size[2]), stride[::-1], low[::-1], dilation[::-1]
         return _weight_grad_as_convolution(dy.transpose(2, 3), x.transpose(2, 3), *geometry).transpose(2, 3)
-    samples = max(1, _GRADIENT_CHANNELS // channels)
     blocks = -(-dy.shape[2] // max(1, _GRADIENT_TERMS // math.prod(dy.shape[3:])))
     rows = -(-dy.shape[2] // blocks)
-    reach = dilation[0] * (size[2] - 1)
-    last = (dy.shape[2] - 1) * stride[0] + reach + 1 - low[0]  # dy meets the rows of x before this one
-    dw = x.new_zeros(size, dtype=torch.float32)
+    last = (dy.shape[2] - 1) * stride[0] + dilation[0] * (size[2] - 1) + 1 - low[0]  # dy meets the rows of x before it
     if last <= 0:
-        return dw.to(x.dtype)
+        return x.new_zeros(size)
+    reaches = [(n - 1) * s for n, s in zip(dy.shape[2:], stride)]
+    within = low[-1] <= reaches[-1] and (blocks > 1 or low[0] <= reaches[0])
+    planar = rank == 2 and x.is_contiguous() and within and enters_planar_kernel(low[1], size[3])
+    by = _weight_grad_of_planes if planar else _weight_grad_of_pixels
+    return by(dy, x, size, stride, low, dilation, blocks, rows, last - height).to(x.dtype)
+
+
+def _weight_grad_of_planes(
+    dy: Tensor,
+    x: Tensor,
+    size: Ints,
+    stride: Ints,
+    low: Ints,
+    dilation: Ints,
+    blocks: int,
+    rows: int,  # of dy in a block
+    below: int,  # rows that dy meets below x
+) -> Tensor:  # float32
+    """All blocks of all maps are the channels of one convolution, or of a few whose operands stay in the cache."""
+    n, c, height, width = x.shape
+    span = (rows - 1) * stride[0] + dilation[0] * (size[2] - 1) + 1
     # a single block leaves the padded rows to the convolution, which skips them
-    above, below, beyond = (low[0], max(0, last - height), 0) if blocks > 1 else (0, 0, low[0])
+    above, beyond = (low[0], 0) if blocks > 1 else (0, low[0])
+    missing = blocks * rows - dy.shape[2]
+    below = below + missing * stride[0] if blocks > 1 else min(0, below)
+    total = 4 * n * c * height * width
+    pieces = max(1, min(3, total // _SMALL_PIECE), -(-total // _LARGE_PIECE))
+    channels = -(-n * c // pieces)
+    planes, planes_dy = x.reshape(n * c, height, width), dy.reshape(n * c, *dy.shape[2:])
+    parts = []
+    for first in range(0, n * c, channels):
+        maps, filters = planes[first : first + channels].float(), planes_dy[first : first + channels].float()
+        maps = pad(maps, (above, below, 0, 0)) if above or below else maps
+        filters = pad(filters, (0, missing, 0, 0)) if missing else filters
+        folded = blocks * maps.shape[0]
+        maps = maps.unfold(1, span, rows * stride[0]).transpose(2, 3) if blocks > 1 else maps
+        filters = _spread(filters.reshape(folded, 1, rows, -1), stride)
+        part = F.conv2d(maps.reshape(1, folded, -1, width), filters, None, dilation, (beyond, low[1]), 1, folded)
+        part = _part(part, size[2:]).reshape(-1, blocks, *size[2:])
+        parts.append(part.sum(1, keepdim=True) if blocks > 1 else part)
+    dw = torch.cat(parts) if pieces > 1 else parts[0]  # [N * C, 1, *kernel]
+    return dw if n == 1 else dw.view(n, *size).sum(0)
+
+
+def _weight_grad_of_pixels(
+    dy: Tensor, x: Tensor, size: Ints, stride: Ints, low: Ints, dilation: Ints, blocks: int, rows: int, below: int
+) -> Tensor:
+    """As :func:`_weight_grad_of_planes`, for two or three dimensions. The maps of some samples are the channels."""
+    rank, channels, height = len(stride), x.shape[1], x.shape[2]
+    reach = dilation[0] * (size[2] - 1)
+    above, beyond = (low[0], 0) if blocks > 1 else (0, low[0])
+    below = max(0, below) if blocks > 1 else min(0, below)
+    samples = max(1, _GRADIENT_CHANNELS // channels)
+    parts = []
     for some_x, some_dy in zip(x.split(samples), dy.split(samples)):
         folded = some_x.shape[0] * channels
-        pixels = some_x.permute(*range(2, 2 + rank), 0, 1)  # [*spatial, n, C]
-        if above or below or pixels.dtype is not torch.float32 or not pixels.is_contiguous():
+        pixels = some_x.permute(*range(2, 2 + rank), 0, 1)[: height + min(0, below)]  # [*spatial, n, C]
+        if above or below > 0 or pixels.dtype is not torch.float32 or not pixels.is_contiguous():
             padded = pixels.new_zeros((above + height + below, *pixels.shape[1:]), dtype=torch.float32)
-            padded[above : above + height] = pixels
+            padded[above : above + pixels.shape[0]] = pixels
             pixels = padded
-        maps = pixels.view(1, *pixels.shape[:rank], folded).movedim(-1, 1)  # channels_last
+        maps = pixels.flatten(-2).unsqueeze(0).movedim(-1, 1)  # channels_last
         total: Tensor | None = None
         for i, block in enumerate(some_dy.split(rows, 2)):
             filters = _spread(block.float(), stride)
             filters = filters.reshape(folded, 1, *filters.shape[2:])
-            window = maps.narrow(2, i * rows * stride[0], filters.shape[2] + reach) if blocks > 1 else maps[:, :, :last]
+            window = maps.narrow(2, i * rows * stride[0], filters.shape[2] + reach) if blocks > 1 else maps
             part = CONVOLUTIONS[rank](window, filters, None, dilation, (beyond, *low[1:]), 1, folded)
             total = part if total is None else total.add_(part)
         assert total is not None
         part = _part(total, size[2:]).transpose(0, 1)
-        dw += part if folded == channels else part.unflatten(0, (-1, channels)).sum(0)
-    return dw.to(x.dtype)
+        parts.append(part if folded == channels else part.unflatten(0, (-1, channels)).sum(0))
+    return functools.reduce(torch.add, parts)
 
 
 def _spread(dy: Tensor, stride: Ints) -> Tensor:

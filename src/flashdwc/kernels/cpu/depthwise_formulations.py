@@ -108,7 +108,7 @@ def choose_forward(
     if not dilated and (channels_last or rank == 3):
         return "transposed" if transposable and _pixels_are_slower(kernel[1], min(size[2:])) else "direct"
     columns = reference.conv_output_size(size[2:], kernel, stride, padding, dilation)[-1]
-    narrow = padding[-1] <= min(_REGISTER_BLOCK, columns)
+    narrow = enters_planar_kernel(padding[-1], columns)
     if channels_last and columns <= _FEW_COLUMNS and padding[-1] > _FEW_COLUMNS - 3:
         narrow = False
     if rank == 2 and narrow and all(p <= d * (k - 1) for p, d, k in zip(padding[::2], dilation, kernel)):
@@ -179,6 +179,11 @@ def choose_weight_grad(
         return "convolution"
     # oneDNN's strided bfloat16 kernel reads past narrow maps
     return "torch" if _has_kernels(dtype, w_size) and max(stride) == 1 else "float32"
+
+
+def enters_planar_kernel(padding: int, columns: int) -> bool:
+    """Horizontal padding and columns of the output."""
+    return padding <= min(_REGISTER_BLOCK, columns)
 
 
 def _pixels_are_slower(columns: int, map_side: int) -> bool:
