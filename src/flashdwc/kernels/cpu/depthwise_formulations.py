@@ -27,10 +27,11 @@ Input gradient
   else                                PyTorch's transposed convolution, which has a planar kernel for any padding
 
 Weight gradient, summed in float32 at least
-  2-D, few taps                       PyTorch's own kernel
-  else                                a convolution of x by dy, a filter as large as the map, in the pixel kernel:
-                                      tap (i, j) is output pixel (i, j), dilation the stride; a stride spreads dy by
-                                      zeros. The kernel sums in sequence: blocks of rows of dy keep that accurate.
+  2-D, few taps, in its own kernels   PyTorch's own gradient
+  else                                a convolution of x by dy, a filter as large as the map, in the planar kernel or, in
+                                      channels_last or with wide padding, in the pixel kernel: tap (i, j) is output pixel
+                                      (i, j), dilation the stride; a stride spreads dy by zeros. The kernels sum in
+                                      sequence: blocks of rows of dy keep that accurate.
 """
 
 from __future__ import annotations
@@ -170,12 +171,15 @@ def choose_weight_grad(
         return "torch" if dtype.itemsize > 2 else "float32"
     if w_size[0] != size[1]:
         return "multiplier"
-    well_served = like_channels_last(size, strides) or (max(stride) > 1 and min(size[2:]) <= _SMALL_MAP)
-    if len(stride) == 3 or math.prod(w_size[2:]) > (_FEW_TAPS if well_served else _VERY_FEW_TAPS):
+    planar = not like_channels_last(size, strides)
+    in_its_kernel = w_size[-1] <= 3 and max(dilation) == 1  # PyTorch's planar one
+    if len(stride) == 3 or math.prod(w_size[2:]) > (_VERY_FEW_TAPS if planar else _FEW_TAPS):
+        return "convolution"
+    if planar and not in_its_kernel:
         return "convolution"
     if dtype is torch.float32:
         return "torch"
-    if w_size[-1] > 3 or max(dilation) > 1:  # past PyTorch's planar kernel, which alone sums halves in float32
+    if not in_its_kernel:  # which alone sums halves in float32
         return "convolution"
     # oneDNN's strided bfloat16 kernel reads past narrow maps
     return "torch" if _has_kernels(dtype, w_size) and max(stride) == 1 else "float32"
