@@ -26,7 +26,7 @@ _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 _GRADIENT_CHANNELS = 384  # in one weight gradient convolution: wider rows miss the cache, narrower ones cost more calls
 _PIECE_BYTES = 1 << 19  # of a piece that is copied
 _PIXEL_CHANNELS = 32  # in such a piece, or a multiple
-_SMALL_PIECE, _LARGE_PIECE = 400_000, 2_400_000  # bytes of the input for a weight gradient convolution of planes
+_SMALL_PIECE, _LARGE_PIECE = 700_000, 2_400_000  # bytes of the input of a weight gradient convolution of planes
 _GRADIENT_TERMS = 512  # added in sequence: more cost accuracy, fewer cost more calls
 
 
@@ -346,7 +346,7 @@ def _weight_grad_of_planes(
     above, beyond = (low[0], 0) if blocks > 1 else (0, low[0])
     missing = blocks * rows - dy.shape[2]
     below = below + missing * stride[0] if blocks > 1 else min(0, below)
-    total = 4 * n * c * height * width
+    total = 4 * n * c * blocks * span * width  # bytes
     pieces = max(1, min(3, total // _SMALL_PIECE), -(-total // _LARGE_PIECE))
     channels = -(-n * c // pieces)
     planes, planes_dy = x.reshape(n * c, height, width), dy.reshape(n * c, *dy.shape[2:])
