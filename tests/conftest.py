@@ -74,9 +74,13 @@ def much_gpu_memory() -> Iterator[None]:
 @pytest.fixture
 def small_problems_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CUDA kernel for large problems takes small ones too."""
-    from flashdwc.kernels.cuda import depthwise_stream
+    from flashdwc.kernels.cuda import depthwise_pairs, depthwise_stream
 
-    monkeypatch.setattr(depthwise_stream, "ENOUGH_OUTPUTS", 0)
-    depthwise_stream.conv_stream.cache_clear()
+    choices = depthwise_pairs.conv_pairs, depthwise_stream.conv_stream
+    for module in (depthwise_pairs, depthwise_stream):
+        monkeypatch.setattr(module, "ENOUGH_OUTPUTS", 0)
+    for choice in choices:
+        choice.cache_clear()
     yield
-    depthwise_stream.conv_stream.cache_clear()
+    for choice in choices:
+        choice.cache_clear()

@@ -10,11 +10,13 @@ from support import channels_last
 from torch import Tensor
 
 from flashdwc import depthwise_conv2d
-from flashdwc.kernels.cuda import depthwise_stream
+from flashdwc.kernels.cuda import depthwise_pairs, depthwise_stream
 
 # Input size, kernel, stride, padding (also left, right, top, bottom), dilation, multiplier, layout.
 CASES = [
     ((2, 40, 29, 61), (7, 7), 1, 3, 1, 1, channels_last),  # these stream
+    ((2, 64, 21, 41), (3, 3), 1, 1, 1, 1, channels_last),
+    ((1, 128, 13, 70), (5, 5), 1, 2, 1, 1, channels_last),
     ((1, 64, 17, 33), (3, 3), 1, 1, 1, 1, channels_last),
     ((1, 48, 20, 70), (5, 5), 1, 2, 1, 1, channels_last),
     ((1, 32, 18, 34), (7, 7), 1, 6, 2, 1, channels_last),
@@ -36,7 +38,7 @@ CASES = [
 
 def main() -> None:
     torch.manual_seed(0)
-    depthwise_stream.ENOUGH_OUTPUTS = 0
+    depthwise_stream.ENOUGH_OUTPUTS = depthwise_pairs.ENOUGH_OUTPUTS = 0
     for size, kernel, stride, padding, dilation, multiplier, layout in CASES:
         x = layout(torch.randn(size, device="cuda", dtype=torch.half)).requires_grad_()
         w, b = (

@@ -22,7 +22,7 @@ from flashdwc.ops.depthwise_operators import forward, input_grad, weight_grad
 
 pytestmark = pytest.mark.skipif(jit.why_unavailable() is not None, reason="cuda-core is not installed")
 
-FILL_SHARED_MEMORY = {"depthwise_conv", "depthwise_stream", "depthwise_weight_grad"}
+FILL_SHARED_MEMORY = {"depthwise_conv", "depthwise_pairs", "depthwise_stream", "depthwise_weight_grad"}
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
 
 # Images, channels, height, width, kernel, stride, padding, dilation, multiplier, layout.

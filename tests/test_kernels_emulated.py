@@ -35,8 +35,11 @@ CASES = {
     "filter rows in parts": ("conv", (1, 8, 12, 12), (31, 31), 1, 15, 1, 1, channels_last),
     "a long filter over a line": ("conv", (1, 8, 1, 300), (1, 31), 1, (15, 15, 0, 0), 1, 1, Tensor.contiguous),
     "streams": ("stream", (2, 40, 13, 61), (7, 7), 1, 3, 1, 1, channels_last),
-    "streams of 64 channels": ("stream", (1, 64, 9, 33), (5, 5), 1, 2, 1, 1, channels_last),
+    "streams of 64 channels": ("stream", (1, 64, 9, 33), (3, 3), 1, 2, 2, 1, channels_last),
     "streams, uneven padding": ("stream", (1, 32, 20, 40), (7, 5), 1, (1, 4, 0, 6), 1, 1, channels_last),
+    "pairs": ("pairs", (2, 64, 9, 37), (5, 5), 1, 2, 1, 1, channels_last),
+    "pairs of three rows": ("pairs", (1, 128, 7, 65), (3, 4), 1, (2, 1, 0, 1), 1, 1, channels_last),
+    "pairs of narrow maps": ("pairs", (1, 64, 5, 30), (3, 3), 1, 1, 1, 1, channels_last),
     "streams of eight warps": ("stream", (1, 8, 20, 36), (31, 31), 1, 15, 1, 1, channels_last),
 }
 
@@ -52,10 +55,10 @@ def launch(operator, *args) -> tuple[Tensor, list[str]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_compute_the_definition(case, request):
-    if case.startswith("streams"):
+    if case.startswith(("streams", "pairs")):
         request.getfixturevalue("small_problems_stream")
     family, (images, channels, *size), kernel, stride, padding, dilation, multiplier, layout = CASES[case]
-    dtype = torch.bfloat16 if "planes" in case or "parts" in case else torch.float16
+    dtype = torch.bfloat16 if "planes" in case or "parts" in case or "three" in case else torch.float16
     x = layout(torch.randn(images, channels, *size).to(dtype))
     w, b = torch.randn(channels * multiplier, 1, *kernel).to(dtype), torch.randn(channels * multiplier).to(dtype)
     geometry_ = geometry(x, w, (stride, stride), padding, (dilation, dilation))

@@ -76,3 +76,29 @@ template <int depth> void multiply_matrices(float (&d)[4], const u32* a, u32 b0,
 }
 inline void mma16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_matrices<16>(d, a, b0, b1); }
 inline void mma8(float (&d)[4], const u32 (&a)[4], u32 b0) { multiply_matrices<8>(d, a, b0, 0); }
+
+// Copies happen as late as they may: when they are waited for.
+struct PendingCopy {
+  u32 to;
+  const void* from;
+  bool inside;
+};
+inline std::vector<std::vector<std::vector<PendingCopy>>> pending_copies;  // of each thread, in groups; the last is open
+inline std::vector<std::vector<PendingCopy>>& my_copies() {
+  if (pending_copies.size() <= threadIdx.x) pending_copies.resize(threadIdx.x + 1);
+  auto& mine = pending_copies[threadIdx.x];
+  if (mine.empty()) mine.emplace_back();
+  return mine;
+}
+inline void copy_async8(u32 to, const void* from, bool inside) { my_copies().back().push_back({to, from, inside}); }
+inline void copy_async_commit() { my_copies().emplace_back(); }
+template <int pending> void copy_async_wait() {
+  auto& mine = my_copies();
+  while (mine.size() > pending + 1) {
+    for (auto& copy : mine.front()) {
+      auto& to = *reinterpret_cast<uint2*>(emulator::shared + copy.to);
+      to = copy.inside ? *static_cast<const uint2*>(copy.from) : uint2{0, 0};
+    }
+    mine.erase(mine.begin());
+  }
+}

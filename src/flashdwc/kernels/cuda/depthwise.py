@@ -12,6 +12,7 @@ from ...core import jit
 from ...core.backend import Backend, Plan
 from ..native import output_format
 from . import depthwise_direct as direct
+from . import depthwise_pairs as pairs
 from . import depthwise_planar as planar
 from . import depthwise_stream as stream
 from . import depthwise_tensor_core as tensor_core
@@ -35,6 +36,8 @@ def _why_not_here(x: Tensor) -> str | None:
 
 
 def _conv_engine(problem: Problem, limit: int) -> Any:
+    if pairs.conv_pairs(problem, limit) is not None:
+        return pairs
     if stream.conv_stream(problem, limit) is not None:
         return stream
     if planar.suits(problem):
@@ -129,6 +132,7 @@ def _plan_weight_grad(engine: Any, problem: Problem, dy: Tensor, x: Tensor, size
 
 
 _CONV: dict[Any, Callable] = {
+    pairs: pairs.conv_pairs,
     stream: stream.conv_stream,
     planar: lambda problem, _: planar.conv_strip(problem),
     direct: lambda problem, _: direct.conv_strip(problem),

@@ -9,6 +9,7 @@
 //   multiply:  step s from the ring into one of two output tiles
 //   move:      store the outputs of step s - 1; place the rows of step s + 1, fetched an interval ago; fetch those of step s + 2.
 //              The second half of the threads starts on the outputs, the first on the rows, as neither is work for all.
+#include "strips.cuh"
 #include "toeplitz.cuh"
 
 constexpr int OUT_ROWS = GROUPS * ROWS, HALO = (KH - 1) * DH, RING_ROWS = 2 * OUT_ROWS + HALO;
@@ -27,32 +28,10 @@ struct Params {
   int images, channels, rows, columns, out_rows, out_columns, strips_across, strips_down, strip_steps, channel_blocks, strips, splits;
 };
 
-struct Step {
-  int strip, number;       // number < 0: loads only; strip < 0: no step
-  int image, row, column;  // of its first output
-  int fresh;               // row of the ring where its fresh rows go
-};
-
 __device__ __forceinline__ int in_ring(int row) { return row >= RING_ROWS ? row - RING_ROWS : row; }
 
-__device__ __forceinline__ void enter_strip(Step& s, const Params& p) {
-  unsigned t = s.strip;
-  s.number = -LEADING_STEPS;
-  s.column = t % p.strips_across * OUT_COLUMNS;
-  t /= p.strips_across;
-  s.row = (t % p.strips_down * p.strip_steps - LEADING_STEPS) * OUT_ROWS;
-  s.image = t / p.strips_down;
-}
-
 __device__ __forceinline__ Step following(Step s, const Params& p) {
-  if (s.strip < 0) return s;
-  s.fresh = in_ring(s.fresh + OUT_ROWS);
-  s.row += OUT_ROWS;
-  if (++s.number < p.strip_steps && s.row < p.out_rows) return s;
-  s.strip += p.splits;
-  if (s.strip >= p.strips) s.strip = s.number = -1;
-  else enter_strip(s, p);
-  return s;
+  return following<OUT_ROWS, OUT_COLUMNS, LEADING_STEPS>(s, p, [](int row) { return in_ring(row + OUT_ROWS); });
 }
 
 __device__ __forceinline__ Origin fresh_origin(const Step& s, int channel, const Params& p) {
@@ -101,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_s
   Raw<Input> raw[PER_THREAD];
   Step now, next;
   now.strip = blockIdx.x / p.channel_blocks, now.fresh = HALO;
-  enter_strip(now, p);
+  enter_strip<OUT_ROWS, OUT_COLUMNS, LEADING_STEPS>(now, p);
   fetch_fresh(raw, fresh_origin(now, channel, p), p);
   load_filters<KH>(filters, p, channel, 0, 0);
   for (int c = threadIdx.x; c < CHANNELS; c += THREADS) starts[c] = AddBias{p.bias}.start(min(channel + c, p.channels - 1));

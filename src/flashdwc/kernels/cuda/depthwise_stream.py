@@ -97,25 +97,29 @@ def plan_conv(
     definitions, shared = macros(problem, stream)
     channel_blocks = -(-problem.channels // stream.channels)
     blocks_of_channels = max(1, torch.cuda.get_device_properties(device).multi_processor_count // channel_blocks)
-    splits, across, down, strip_steps, strips = _share(problem, stream, blocks_of_channels)
+    splits, across, down, strip_steps, strips = share(problem, 8 * stream.blocks, stream.out_rows, blocks_of_channels)
     sizes = problem.images, problem.channels, *conv_sizes(problem)
     numbers = *sizes, across, down, strip_steps, channel_blocks, strips, splits
     shape = {"blocks": channel_blocks * splits, "threads": 32 * stream.warps, "shared_bytes": shared}
     return conv_plan("depthwise_stream", definitions, numbers, source, result_size, memory_format, rotate, **shape)
 
 
-def _share(problem: Problem, stream: Stream, splits: int) -> tuple[int, int, int, int, int]:
-    """Splits, strips across, strips down, steps of a strip, strips: cut so that the blocks have equal parts."""
+def share(problem: Problem, columns: int, rows: int, splits: int) -> tuple[int, int, int, int, int]:
+    """Splits, strips across, strips down, steps of a strip, strips: cut so that the blocks have equal parts.
+
+    ``columns`` of a strip, ``rows`` of a step, ``splits``: blocks that the strips may be shared by.
+    """
     v, h = problem.vertical, problem.horizontal
-    across = -(-h.out // (8 * stream.blocks))
-    steps = -(-v.out // stream.out_rows)
-    leading = -(-(v.k - 1) * v.d // stream.out_rows)
-    columns = problem.images * across
+    across = -(-h.out // columns)
+    steps = -(-v.out // rows)
+    leading = -(-(v.k - 1) * v.d // rows)
+    strips_of_full_height = problem.images * across
 
     def rounds(strip_steps: int) -> tuple[int, int]:
-        strips = columns * -(-steps // strip_steps)
+        strips = strips_of_full_height * -(-steps // strip_steps)
         return -(-strips // splits) * (strip_steps + leading), -strip_steps
 
     strip_steps = min(range(1, steps + 1), key=rounds)
     down = -(-steps // strip_steps)
-    return min(splits, columns * down), across, down, strip_steps, columns * down
+    strips = strips_of_full_height * down
+    return min(splits, strips), across, down, strip_steps, strips

@@ -53,11 +53,19 @@ __device__ __forceinline__ void load_matrix2_transposed(u32 (&a)[2], u32 address
 
 // d[16x8] += a[16x16] b[16x8]; lane (g, t) = (lane / 4, lane % 4) holds d[g][2t, 2t+1] and d[g+8][2t, 2t+1].
 __device__ __forceinline__ void mma16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ void mma8(float (&d)[4], const u32 (&a)[4], u32 b0) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k8.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b0));
 }
+
+// 8 bytes from global to shared memory, past the registers; zeros where not inside.
+__device__ __forceinline__ void copy_async8(u32 to, const void* from, bool inside) {
+  asm volatile("cp.async.ca.shared.global [%0],[%1],8,%2;" :: "r"(to), "l"(from), "r"(inside ? 8 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most `pending` groups of this thread's copies are under way.
+template <int pending> __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(pending) : "memory"); }

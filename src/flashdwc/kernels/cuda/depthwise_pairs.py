@@ -1,0 +1,79 @@
+"""Launches ``depthwise_pairs.cu``: small filters of stride 1 in channels_last, on tensor cores, with nothing transposed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...core.backend import Plan
+from .depthwise_problem import Problem
+from .depthwise_stream import ENOUGH_OUTPUTS, share
+from .depthwise_tensor_core import conv_plan, conv_sizes, shared_limit
+from .depthwise_tiles import round_up
+
+SIDES = range(3, 6)  # of a filter: with fewer rows other kernels are faster, with more the mma is short of work
+
+
+@dataclass(frozen=True)
+class Pairs:
+    channels: int
+    columns: int
+    rows: int  # of a step
+    stages: int  # steps that copies are ahead
+    warps: int = 16
+
+
+@lru_cache(maxsize=4096)
+def conv_pairs(problem: Problem, shared_limit: int) -> Pairs | None:
+    """The layout of a forward convolution or an input gradient; None where other kernels are faster."""
+    v, h = problem.vertical, problem.horizontal
+    plain = max(v.s, h.s, v.u, h.u, v.d, h.d, problem.spread, problem.sum) == 1
+    wide = problem.inner.nhwc and problem.outer.nhwc and problem.inner.vector == problem.outer.vector == 8
+    large = problem.outputs >= ENOUGH_OUTPUTS and h.out > 28
+    small_filter = v.k in SIDES and h.k in SIDES
+    if not (plain and wide and large and small_filter and problem.channels % 64 == 0):  # whole lines of memory
+        return None
+    # beyond 196 KB of shared memory too little is left to the first-level cache, which the copies go through
+    choice = Pairs(64, 32, 4, 2) if h.out <= 32 else Pairs(64, 64, 2, 3) if v.k == 3 else Pairs(64, 64, 4, 1)
+    return choice if macros(problem, choice)[1] <= shared_limit else None
+
+
+def macros(problem: Problem, pairs: Pairs) -> tuple[dict[str, int], int]:
+    """Macros of ``depthwise_pairs.cu`` and the shared memory in bytes."""
+    v, h = problem.vertical, problem.horizontal
+    cells = pairs.columns // 2 + (h.k + 2) // 2 - 1
+    slots = -(-(v.k - 1) // pairs.rows) + 1 + pairs.stages
+    plane = round_up(slots * pairs.rows * cells * 16 - 16, 128) + 16
+    outputs = pairs.rows * pairs.columns * (2 * pairs.channels + 8)
+    return {
+        "KH": v.k, "KW": h.k, "SH": 1, "SW": 1, "DH": 1, "DW": 1, "PAD_H": v.p, "PAD_W": h.p, "SPREAD": 1, "SUM": 1,
+        "UH": 1, "UW": 1, "CHANNELS": pairs.channels, "COLUMNS": pairs.columns, "ROWS": pairs.rows, "STAGES": pairs.stages,
+        "THREADS": 32 * pairs.warps, "BLOCKS_PER_SM": 1,
+    }, pairs.channels // 4 * plane + 2 * outputs  # fmt: skip
+
+
+def describe(problem: Problem, pairs: Pairs) -> str:
+    size = f"{pairs.channels} channels x {pairs.rows} rows x {pairs.columns} columns"
+    return f"tensor cores, pairs of pixels, streamed in steps of {size}, {pairs.warps} warps"
+
+
+def plan_conv(
+    problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
+) -> Plan:
+    """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
+    device = source.device
+    pairs = conv_pairs(problem, shared_limit(device))
+    if pairs is None:
+        raise RuntimeError("no pairs suit the problem: ask conv_pairs first")
+    definitions, shared = macros(problem, pairs)
+    channel_blocks = -(-problem.channels // pairs.channels)
+    splits = max(1, torch.cuda.get_device_properties(device).multi_processor_count // channel_blocks)
+    splits, across, down, strip_steps, strips = share(problem, pairs.columns, pairs.rows, splits)
+    sizes = problem.images, problem.channels, *conv_sizes(problem)
+    numbers = *sizes, across, down, strip_steps, channel_blocks, strips, splits
+    shape = {"blocks": channel_blocks * splits, "threads": 32 * pairs.warps, "shared_bytes": shared}
+    return conv_plan("depthwise_pairs", definitions, numbers, source, result_size, memory_format, rotate, **shape)
