@@ -75,6 +75,14 @@ def test_doctor_survives_an_unusable_cache(capsys, monkeypatch, tmp_path):
     assert "is not a folder" in capsys.readouterr().out
 
 
+def test_doctor_tries_all_backends_whatever_the_default():
+    home = {**os.environ, "PYTHONPATH": str(Path(flashdwc.__file__).parents[1]), "FLASHDWC_IMPL": "cuda"}
+    command = [sys.executable, "-m", "flashdwc", "doctor"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=home)
+    assert re.search(r"cpu on cpu, float32 +works", result.stdout)
+    assert re.search(r"verdict +usable", result.stdout)
+
+
 @pytest.mark.parametrize("shape", ["2x16x14x14", "2x16x14x14:k5x3:s2:d2:m2:fp16:nchw", "4x8x100:k4:bf16"])
 def test_explain_of_a_shape(capsys, shape):
     assert main(["explain", shape, "--device", "cpu"]) == 0
@@ -148,6 +156,11 @@ def test_bench_all_options(tmp_path, capsys):
         (2, ["explain", "convnext_attto"], ["convnext_attto", "did you mean convnext_atto"]),
         (2, ["explain", "hub:convnext_atto"], ["hub", "timm"]),
         (2, ["explain", "1x8x9x9:k"], ["'k'"]),
+        (2, ["explain", "1x8x9x9:k3:fp16:k5"], ["'k5'"]),
+        (2, ["explain", "1x8x9x9:fp16:bf16"], ["'bf16'"]),
+        (2, ["warmup", "convnext_attto", "--device", "cpu"], ["convnext_attto", "did you mean convnext_atto"]),
+        (2, ["warmup", "1x8x5x5:k9:p0", "--device", "cpu"], ["kernel", "larger"]),
+        (2, ["bench", "mobile", "--cuda-graph", "--device", "cpu"], ["--cuda-graph", "cpu"]),
         (2, ["explain", "convnext_atto", "--dtype", "int8"], ["int8", "fp16"]),
         (1, ["explain", "convnext_atto", "--input", "5x64x64"], ["1x5x64x64", "does not run"]),
         (1, ["explain", "resnet18"], ["no depthwise layer"]),

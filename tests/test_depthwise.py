@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,6 +120,21 @@ def test_gradient_has_the_strides_of_its_parameter(of_input, of_weight, kernel, 
 
 
 # --- geometry --------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_may_be_numpy_s():
+    x, w, two = torch.randn(1, 4, 9, 9), torch.randn(4, 1, 3, 3), np.int64(2)
+    expected = F.conv2d(x, w, None, 2, 2, 2, 4)
+    torch.testing.assert_close(depthwise_conv2d(x, w, None, two, two, (two, 2)), expected)
+
+
+@pytest.mark.parametrize("multiplier", [1, 2])
+def test_memory_format_of_the_transposed_convolution(multiplier):
+    x = torch.randn(2, 4, 7, 8).to(memory_format=torch.channels_last)
+    w = torch.randn(4, multiplier, 3, 3)
+    ours, theirs = depthwise_conv_transpose2d(x, w, None, 2, 1), F.conv_transpose2d(x, w, None, 2, 1, groups=4)
+    torch.testing.assert_close(ours, theirs)
+    assert ours.stride() == theirs.stride()
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,56 @@ import torch.nn.functional as F
 from support import LAYOUTS, assert_as_accurate, check_convolution
 from torch import Tensor
 
+import flashdwc
 from flashdwc import depthwise_conv2d
 from flashdwc.kernels import reference
 from flashdwc.nn import DepthwiseConv2d
+from flashdwc.ops.depthwise import weight_grad
 
 HALVES = [torch.float16, torch.bfloat16]
 
 
 # --- rounding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    ("size", "kernel"), [((1, 8, 20, 18), 7), ((1, 16, 28, 28), 7), ((1, 64, 14, 14), 13), ((2, 16, 56, 56), 31)]
+)
+def test_weight_gradients_of_small_maps_are_summed_in_small_groups(size, kernel, layout):
+    x, g = (LAYOUTS[layout](torch.randn(size)) for _ in range(2))
+    shape, geometry = (size[1], 1, kernel, kernel), ((1, 1), (kernel // 2,) * 4, (1, 1), "auto")
+    strides = torch.empty(shape).stride()
+    expected = reference.depthwise_conv_weight_grad(g.double(), x.double(), shape, strides, *geometry, "auto")
+    ours, theirs = (
+        (weight_grad(g, x, shape, strides, *geometry, impl) - expected).pow(2).mean() for impl in ("auto", "torch")
+    )
+    assert ours <= 4 * theirs
+
+
+def test_weight_gradient_of_a_multiplier_is_summed_in_small_groups():
+    x, g = torch.randn(16, 40, 20, 10), torch.randn(16, 120, 20, 10)
+    arguments = (g, x, (120, 1, 1, 1), (1, 1, 1, 1), (1, 1), (0,) * 4, (1, 1), "auto")
+    expected = reference.depthwise_conv_weight_grad(g.double(), x.double(), *arguments[2:], "auto")
+    assert_as_accurate(weight_grad(*arguments, "auto"), weight_grad(*arguments, "torch"), expected)
+
+
+def test_weight_gradient_of_one_channel_in_three_dimensions():
+    """PyTorch's convolution believed a stride that no element needed."""
+    x, g = (torch.randn(1, 1, 6, 9, 7).bfloat16() for _ in range(2))
+    arguments = (g, x, (1, 1, 3, 3, 1), (9, 9, 3, 1, 1), (1, 1, 1), (1, 1, 1, 1, 0, 0), (1, 1, 4), "auto")
+    expected = reference.depthwise_conv_weight_grad(g.double(), x.double(), *arguments[2:], "auto")
+    assert_as_accurate(weight_grad(*arguments, "auto"), weight_grad(*arguments, "torch"), expected)
+
+
+@pytest.mark.parametrize(("channels", "kernel"), [(8, (31, 31)), (48, (15, 15)), (131, (3, 21))])
+def test_wide_filters_in_bfloat16_return(channels, kernel):
+    """oneDNN's kernels for them never do, for some numbers of channels and threads."""
+    x, w = torch.randn(1, channels, 31, 32).bfloat16(), torch.randn(channels, 1, *kernel).bfloat16()
+    explanation = flashdwc.explain(depthwise_conv2d, x, w, None, 1, (kernel[0] // 2, kernel[1] // 2))
+    details = [part.detail for part in (explanation, *explanation.gradients[:1]) if part.chosen == "cpu"]
+    assert all("float32" in detail for detail in details), details
+    check_convolution(x, w, padding=(kernel[0] // 2, kernel[1] // 2))
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])

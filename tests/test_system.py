@@ -15,6 +15,8 @@ import pytest
 import torch
 from support import check_convolution, run_python
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashdwc
 from flashdwc import depthwise_conv2d
@@ -200,6 +202,10 @@ def test_a_call_like_an_earlier_one_is_still_checked_and_seen_by_all():
     assert torch.equal(call(), expected)
     call().add_(1)
     assert torch.equal(call(), expected)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(call(), FakeTensor)
+    graph = make_fx(lambda x: call(x=x))(x)
+    assert any("flashdwc" in str(node.target) for node in graph.graph.nodes)
 
 
 def test_plans_are_bounded(monkeypatch):

@@ -109,5 +109,28 @@ def test_fx_traces_a_converted_model():
     assert torch.equal(torch.fx.symbolic_trace(model)(X), model(X))
 
 
+@pytest.mark.parametrize(
+    "layer", [flashdwc.nn.DepthwiseConv1d(3, 6, 3, groups=3), lambda x: depthwise_conv1d(x, W[:, :, 0], causal=True)]
+)
+def test_tracing_a_line(layer):
+    x = torch.randn(2, 3, 9)
+    traced = torch.jit.trace(layer, x)
+    torch.testing.assert_close(traced(x + 1), layer(x + 1))
+
+
+def test_tracing_a_transposed_convolution():
+    traced = torch.jit.trace(lambda x: depthwise_conv_transpose2d(x, W, None, 2, 1), X)
+    torch.testing.assert_close(traced(-X), F.conv_transpose2d(-X, W, None, 2, 1, groups=3))
+
+
+def test_batched_tangents_of_the_older_kind():
+    jacobian = torch.autograd.functional.jacobian
+    ours_, theirs = (
+        jacobian(f, X, vectorize=True, strategy="forward-mode")
+        for f in (lambda x: depthwise_conv2d(x, W), lambda x: F.conv2d(x, W, groups=3))
+    )
+    torch.testing.assert_close(ours_, theirs)
+
+
 def test_the_backward_node_bears_the_operator_s_name():
     assert "depthwise_conv" in ours(W.clone().requires_grad_()).grad_fn.name()

@@ -93,6 +93,7 @@ def _warmup(options: argparse.Namespace) -> None:
         _refuse_model_options(options)
     device = _device(options.device)
     if device.type != "cuda":
+        ahead.check(options.what)
         print("nothing to compile: on a CPU flashdwc runs PyTorch operators")
         return
     for line in ahead.warm_up(options.what, _request(options), device):
@@ -104,6 +105,9 @@ def _bench(options: argparse.Namespace) -> int:
     from .bench.friendly import closest
     from .bench.suites import SUITES
 
+    device = _device(options.device)
+    if options.cuda_graph and device.type != "cuda":
+        raise UserError(f"--cuda-graph: is for CUDA devices, not for {device}", code=2)
     names = list(SUITES) if "all" in options.suite else list(dict.fromkeys(options.suite))
     for name in names:
         if name not in SUITES:
@@ -112,7 +116,7 @@ def _bench(options: argparse.Namespace) -> int:
             )
     chosen = runner.Options(
         suites=names,
-        device=_device(options.device),
+        device=device,
         dtypes=options.dtype or runner.Options.dtypes,
         layouts=options.layout or runner.Options.layouts,
         directions=options.direction,
@@ -294,10 +298,9 @@ def _words(text: str) -> list[str]:
 
 
 def _number(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return int(text)
 
 
 def _numbers(text: str) -> list[int]:

@@ -36,6 +36,15 @@ class Request:
                     yield (batch, *size), dtype
 
 
+def check(what: str) -> None:
+    """``UserError`` if that is no shape and no model's name."""
+    if is_shape(what):
+        parse(what)
+    else:
+        with torch.device("meta"):
+            build_model(what)
+
+
 def explain_shape(text: str, device: torch.device) -> str:
     case, dtype, layout = parse(text)
     x, weight = _operands(case, DTYPES[dtype], layout, device)

@@ -116,6 +116,8 @@ def measure(job: Job, options: Options, ceilings: Ceilings) -> list[Row]:
     reason = _too_large(job, options)
     try:
         if reason is None:
+            if options.compile:
+                torch._dynamo.reset()  # all cases compile the same functions, which it does a few times only
             with _fastest_cudnn():
                 _fill(rows, job, options, ceilings)
     except (MemoryError, torch.OutOfMemoryError) as error:

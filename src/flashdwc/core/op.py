@@ -117,7 +117,7 @@ class Operator:
             calls = self._calls.get(key)
         except TypeError:  # lists have no hash
             return None
-        if calls is None or forward_ad._current_level >= 0:
+        if calls is None or forward_ad._current_level >= 0 or _dispatch_modes():  # the guards miss PyTorch's own modes
             return None
         present = tensors if tensors[-1] is not None else tensors[:-1]
         for alike, constants, plan, differentiable, by_address in calls:
@@ -181,7 +181,9 @@ class Operator:
 
     def run_or_dispatch(self, *args: Any) -> Tensor:
         """For what a transform has unwrapped: plain data, or what only the dispatcher knows how to handle."""
-        special = any(t is not None and (t.__class__ not in _PLAIN_TYPES or t.is_neg()) for t in args[: self.tensors])
+        if torch.compiler.is_compiling():
+            return self._decomposed(*args)
+        special = _differentiable(args[: self.tensors]) is None
         return self._registered(*args) if special or _dispatch_modes() else self.run(*args)
 
     def run(self, *args: Any) -> Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,8 +15,8 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..core.op import autocast
-from ..kernels.native import pad
-from .depthwise_operators import forward, input_grad, weight_grad
+from ..kernels.native import output_format, pad
+from .depthwise_operators import check_tensors, forward, input_grad, weight_grad
 
 __all__ = [
     "depthwise_conv1d",
@@ -30,20 +31,23 @@ __all__ = [
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, (int, torch.SymInt)) or (hasattr(value, "__index__") and not isinstance(value, Tensor))
+def _number(value: Any) -> Any:
+    """The value as an int or a symbolic one, also if it is NumPy's; None if it is no whole number."""
+    if isinstance(value, (bool, Tensor)):
+        return None
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    return operator.index(value) if hasattr(value, "__index__") else None
 
 
 def _numbers(name: str, value: int | Sequence[int], n: int) -> tuple[int, ...]:
-    if _is_number(value):
-        return (value,) * n  # type: ignore[return-value]
+    if (number := _number(value)) is not None:
+        return (number,) * n
     expected = f"{name}: expected an int or {n} of them, got {value!r}"
     if not isinstance(value, (tuple, list)):
         raise TypeError(expected)
-    values = tuple(value)
-    if len(values) not in (1, n) or not all(map(_is_number, values)):
+    values = tuple(map(_number, value))
+    if len(values) not in (1, n) or None in values:
         raise ValueError(expected)
     return values * n if len(values) == 1 else values
 
@@ -63,7 +67,7 @@ def _resolve_padding(
         totals = [d * (k - 1) for d, k in zip(dilation, kernel)]
         return tuple(p for total in totals for p in (total // 2, total - total // 2))
     if n == 2 and isinstance(padding, (tuple, list)) and len(padding) == 4:
-        left, right, top, bottom = padding
+        left, right, top, bottom = _numbers("padding", padding, 4)
         return top, bottom, left, right
     return tuple(p for low in _numbers("padding", padding, n) for p in (low, low))
 
@@ -84,8 +88,8 @@ def _explicit_padding(x: Tensor, padding: tuple[int, ...], mode: str) -> Tensor:
     pairs = [(padding[2 * i], padding[2 * i + 1]) for i in range(len(padding) // 2)]
     sizes = x.shape[2:]
     for i, (n, pair) in enumerate(zip(sizes, pairs)):
-        limit = {"reflect": n - 1, "circular": n}.get(mode)
-        if limit is not None and max(pair) > limit:
+        limit = {"reflect": n - 1, "circular": n}.get(mode, 0 if n == 0 else max(pair))
+        if max(pair) > limit:
             raise ValueError(
                 f"padding: expected at most {limit} with padding_mode {mode!r} for size {n} (dim {i}), got {pair}"
             )
@@ -117,15 +121,15 @@ def _convolve(
         return handle_torch_function(function, (input,), input, weight, bias, stride, padding, dilation, **keywords)
     eager, as_it_came = not torch.compiler.is_compiling(), input
     _check_ranks(n, input, weight, bias)
+    if eager and (input.layout is not torch.strided or weight.layout is not torch.strided):
+        check_tensors("input", input, weight=weight)
     unbatched = input.dim() == n + 1
     if unbatched:
         input = input.unsqueeze(0)
-    kernel: tuple[int, ...] = weight.shape[2:]
+    kernel = _sizes(weight, 2)
     if not eager:
         stride, padding, dilation = _geometry(n, stride, padding, dilation, kernel)
     else:
-        if torch._C._get_tracing_state() is not None:  # torch.jit.trace makes tensors of sizes
-            kernel = tuple(int(k) for k in kernel)
         try:
             stride, padding, dilation = _cached_geometry(n, stride, padding, dilation, kernel)
         except TypeError:  # lists have no hash
@@ -149,7 +153,16 @@ def _without_dimension(y: Tensor, dim: int) -> Tensor:
     """``squeeze``, but no view made under no_grad, as those may not be changed in place."""
     y = y.squeeze(dim)
     plain = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and forward_ad._current_level < 0
-    return y.detach() if plain and not torch._C._are_functorch_transforms_active() else y
+    seen = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+    return y.detach() if plain and not seen else y
+
+
+def _sizes(t: Tensor, first: int = 0) -> tuple[int, ...]:
+    """Sizes of the dimensions from the first on, as numbers also where ``torch.jit.trace`` makes tensors of them."""
+    sizes: tuple[int, ...] = t.shape[first:]
+    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+        sizes = tuple(int(n) for n in sizes)
+    return sizes
 
 
 def depthwise_conv2d(
@@ -219,7 +232,7 @@ def depthwise_conv1d(
         raise ValueError(f"padding: expected 0 and mode 'zeros' with causal=True, got {padding!r} and {padding_mode!r}")
     _check_ranks(1, input, weight, bias)
     (step,), (gap,) = _numbers("stride", stride, 1), _numbers("dilation", dilation, 1)
-    left = gap * (weight.shape[-1] - 1)
+    left = gap * (_sizes(weight)[-1] - 1)
     options = (2, (1, step), (left, 0, 0, 0), (1, gap), "zeros", precision, impl)
     y = _convolve(input.unsqueeze(-2), weight.unsqueeze(-2), bias, options)
     return _without_dimension(y, -2)
@@ -261,14 +274,18 @@ def depthwise_conv_transpose2d(
     input, weight, bias = autocast((input, weight, bias))  # type: ignore[assignment]
     unbatched = input.dim() == 3
     x = input.unsqueeze(0) if unbatched else input
-    channels, multiplier, *kernel = weight.shape
-    if x.shape[1] != channels:
+    check_tensors("input", x, weight=weight, bias=bias)
+    channels, multiplier, *kernel = _sizes(weight)
+    if x.shape[1] != channels or 0 in (channels, multiplier):
         raise ValueError(f"weight: expected [{x.shape[1]}, m, kH, kW] for that input, got {tuple(weight.shape)}")
     if bias is not None and tuple(bias.shape) != (channels * multiplier,):
         raise ValueError(f"bias: expected shape ({channels * multiplier},), got {tuple(bias.shape)}")
     stride, padding, dilation = (
         _numbers(name, value, 2) for name, value in (("stride", stride), ("padding", padding), ("dilation", dilation))
     )
+    if min(*stride, *dilation) < 1 or min(padding) < 0:
+        expected = "stride, dilation: expected positive numbers, padding: non-negative ones"
+        raise ValueError(f"{expected}, got stride {stride}, dilation {dilation}, padding {padding}")
     extra = _numbers("output_padding", output_padding, 2)
     if any(e < 0 or e >= max(s, d) for e, s, d in zip(extra, stride, dilation)):
         raise ValueError(f"output_padding: expected 0 to max(stride, dilation) - 1, got {extra}")
@@ -277,16 +294,17 @@ def depthwise_conv_transpose2d(
     high = [p - max(0, e - (s - 1)) for p, e, s in zip(padding, inside, stride)]
     size = [
         (n - 1) * s - 2 * p + d * (k - 1) + e + 1
-        for n, s, p, d, k, e in zip(x.shape[2:], stride, padding, dilation, kernel, inside)
+        for n, s, p, d, k, e in zip(_sizes(x, 2), stride, padding, dilation, kernel, inside)
     ]
     if any(n < 1 for n in size):
         raise ValueError(f"input: expected an output of at least one pixel, got output size {tuple(size)}")
     if multiplier > 1:
-        x = x.repeat_interleave(multiplier, 1)
+        memory_format = output_format(x, weight)
+        x = x.repeat_interleave(multiplier, 1).contiguous(memory_format=memory_format)
     y = input_grad(
         x,
         weight.reshape(channels * multiplier, 1, *kernel),
-        (x.shape[0], channels * multiplier, *size),
+        (_sizes(x)[0], channels * multiplier, *size),
         stride,
         (padding[0], high[0], padding[1], high[1]),
         dilation,

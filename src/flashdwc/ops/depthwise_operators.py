@@ -29,10 +29,12 @@ PRECISIONS = ("auto", "ieee", "tf32")
 # --- what the arguments must be ----------------------------------------------------------------------------------------
 
 
-def _check_tensors(first: str, x: Tensor, **others: Tensor | None) -> None:
+def check_tensors(first: str, x: Tensor, **others: Tensor | None) -> None:
     for name, t in {first: x, **others}.items():
         if t is None:
             continue
+        if t.layout is not torch.strided:
+            raise TypeError(f"{name}: expected a dense tensor, got layout {t.layout}")
         if t.dtype not in DTYPES:
             raise TypeError(f"{name}: expected dtype float16, bfloat16, float32 or float64, got {t.dtype}")
         if t.dtype != x.dtype:
@@ -74,7 +76,7 @@ def _check_channels(channels: int, w: Sequence[int], b: Tensor | None = None) ->
 
 
 def _check_forward(x, w, b, stride, padding, dilation, precision, impl) -> None:
-    _check_tensors("input", x, weight=w, bias=b)
+    check_tensors("input", x, weight=w, bias=b)
     _check_channels(x.shape[1], w.shape, b)
     _check_geometry(x.shape[2:], w.shape[2:], stride, padding, dilation, precision)
 
@@ -88,12 +90,12 @@ def _check_grad_size(dy: Tensor, x: Sequence[int], w: Sequence[int], stride, pad
 
 
 def _check_input_grad(dy, w, input_size, stride, padding, dilation, precision, impl) -> None:
-    _check_tensors("grad_output", dy, weight=w)
+    check_tensors("grad_output", dy, weight=w)
     _check_grad_size(dy, input_size, w.shape, stride, padding, dilation, precision)
 
 
 def _check_weight_grad(dy, x, weight_size, weight_stride, stride, padding, dilation, precision, impl) -> None:
-    _check_tensors("grad_output", dy, input=x)
+    check_tensors("grad_output", dy, input=x)
     _check_grad_size(dy, x.shape, weight_size, stride, padding, dilation, precision)
 
 

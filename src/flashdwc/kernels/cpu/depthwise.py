@@ -27,7 +27,8 @@ _GRADIENT_CHANNELS = 384  # in one weight gradient convolution: wider rows miss 
 _PIECE_BYTES = 1 << 19  # of a piece that is copied
 _PIXEL_CHANNELS = 32  # in such a piece, or a multiple
 _SMALL_PIECE, _LARGE_PIECE = 700_000, 2_400_000  # bytes of the input of a weight gradient convolution of planes
-_GRADIENT_TERMS = 512  # added in sequence: more cost accuracy, fewer cost more calls
+# Terms of a weight gradient that are added in sequence: more cost accuracy, fewer cost time. PyTorch adds all in small groups.
+_FEWEST_TERMS, _MOST_TERMS, _MOST_TERMS_OF_PIXELS = 64, 512, 256
 
 
 def forward(
@@ -299,7 +300,9 @@ def _weight_grad_by(
     if plan == "float32":
         return weight_grad(dy.float(), x.float(), size, stride, padding, dilation).to(x.dtype)
     if plan == "multiplier":
-        return weight_grad(dy, x.repeat_interleave(size[0] // x.shape[1], 1), size, stride, padding, dilation)
+        # not by PyTorch's kernels for one output a channel: they add in longer sequences than those for several
+        x = x.repeat_interleave(size[0] // x.shape[1], 1)
+        return _weight_grad_as_convolution(dy, x, size, stride, padding[::2], dilation)
     low = _twice(_smaller_sides(padding))
     return weight_grad(dy, pad(x, [p - q for p, q in zip(padding, low)]), size, stride, low, dilation)
 
@@ -312,18 +315,20 @@ def _sized(size: Ints, dtype: torch.dtype) -> Tensor:
 
 def _weight_grad_as_convolution(dy: Tensor, x: Tensor, size: Ints, stride: Ints, low: Ints, dilation: Ints) -> Tensor:
     """``dw[i] = sum_o dy[o] x[o * stride + i * dilation - low]``: a block of rows of dy is the filter, i the output."""
-    rank, height = len(stride), x.shape[2]
-    if rank == 2 and dy.shape[3] > max(_GRADIENT_TERMS, dy.shape[2]):  # rows too long for a block: cut the columns
+    rank, height, (out_height, *out) = len(stride), x.shape[2], dy.shape[2:]
+    if rank == 2 and out[0] > max(_MOST_TERMS, out_height):  # rows too long for a block: cut the columns
         geometry = (*size[:2], size[3], size[2]), stride[::-1], low[::-1], dilation[::-1]
         return _weight_grad_as_convolution(dy.transpose(2, 3), x.transpose(2, 3), *geometry).transpose(2, 3)
-    blocks = -(-dy.shape[2] // max(1, _GRADIENT_TERMS // math.prod(dy.shape[3:])))
-    rows = -(-dy.shape[2] // blocks)
-    last = (dy.shape[2] - 1) * stride[0] + dilation[0] * (size[2] - 1) + 1 - low[0]  # dy meets the rows of x before it
+    last = (out_height - 1) * stride[0] + dilation[0] * (size[2] - 1) + 1 - low[0]  # dy meets the rows of x before it
     if last <= 0:
         return x.new_zeros(size)
-    reaches = [(n - 1) * s for n, s in zip(dy.shape[2:], stride)]
-    within = low[-1] <= reaches[-1] and (blocks > 1 or low[0] <= reaches[0])
-    planar = rank == 2 and x.is_contiguous() and within and enters_planar_kernel(low[1], size[3])
+    within = low[-1] <= (out[-1] - 1) * stride[-1]  # the planar kernel wants padding narrower than the filter
+    planar = rank == 2 and within and enters_planar_kernel(low[1], size[3])
+    most = _MOST_TERMS if planar else _MOST_TERMS_OF_PIXELS
+    terms = max(_FEWEST_TERMS, min(most, out_height * math.prod(out) // 6))
+    blocks = -(-out_height // max(1, terms // math.prod(out)))
+    rows = -(-out_height // blocks)
+    planar = planar and (blocks > 1 or low[0] <= (out_height - 1) * stride[0])
     by = _weight_grad_of_planes if planar else _weight_grad_of_pixels
     return by(dy, x, size, stride, low, dilation, blocks, rows, last - height).to(x.dtype)
 
@@ -383,6 +388,9 @@ def _weight_grad_of_pixels(
             padded[above : above + pixels.shape[0]] = pixels
             pixels = padded
         maps = pixels.flatten(-2).unsqueeze(0).movedim(-1, 1)  # channels_last
+        maps = (
+            maps if folded > 1 else _in_format(maps, False)
+        )  # PyTorch takes a stride that no element needs at its word
         total: Tensor | None = None
         for i, block in enumerate(some_dy.split(rows, 2)):
             filters = _spread(block.float(), stride)

@@ -28,8 +28,8 @@ Input gradient
 
 Weight gradient, summed in float32 at least
   2-D, few taps, in its own kernels   PyTorch's own gradient
-  else                                a convolution of x by dy, a filter as large as the map, in the planar kernel or, in
-                                      channels_last or with wide padding, in the pixel kernel: tap (i, j) is output pixel
+  else                                a convolution of x by dy, a filter as large as the map, in the planar kernel or, with
+                                      wide padding or in 3-D, in the pixel kernel: tap (i, j) is output pixel
                                       (i, j), dilation the stride; a stride spreads dy by zeros. The kernels sum in
                                       sequence: blocks of rows of dy keep that accurate.
 """
@@ -51,8 +51,8 @@ _REGISTER_BLOCK = {"AVX512": 6, "AVX2": 4}.get(torch.backends.cpu.get_cpu_capabi
 if not torch.backends.mkldnn.is_available():
     _REGISTER_BLOCK = 0
 _HAS_BFLOAT16_KERNELS = _REGISTER_BLOCK == 6 and torch.cpu._is_avx512_bf16_supported()
-# oneDNN's bfloat16 pixel kernel never returns for at most so many channels and at least so many columns of the filter.
-_HANGING_CHANNELS, _HANGING_COLUMNS = 16, 14
+# oneDNN's bfloat16 kernels never return for some numbers of channels and threads and at least so many columns of the filter.
+_HANGING_COLUMNS = 14
 # Filter columns for which the pixel kernel is no faster than the planar one, and those for which it is far slower.
 _SLOW_PIXEL_COLUMNS, _SLOWEST_PIXEL_COLUMNS = range(9, 14), range(12, 14)
 _FEW_COLUMNS = 7  # of a map; the planar kernel refuses wide padding on them in channels_last
@@ -198,5 +198,6 @@ def _pixels_are_slower(columns: int, map_side: int) -> bool:
 
 
 def _has_kernels(dtype: torch.dtype, w_size: Ints) -> bool:
-    hangs = w_size[0] <= _HANGING_CHANNELS and w_size[-1] >= _HANGING_COLUMNS
-    return dtype is torch.float32 or (dtype is torch.bfloat16 and _HAS_BFLOAT16_KERNELS and not hangs)
+    return dtype is torch.float32 or (
+        dtype is torch.bfloat16 and _HAS_BFLOAT16_KERNELS and w_size[-1] < _HANGING_COLUMNS
+    )
