@@ -28,7 +28,7 @@ _PIECE_BYTES = 1 << 19  # of a piece that is copied
 _PIXEL_CHANNELS = 32  # in such a piece, or a multiple
 _SMALL_PIECE, _LARGE_PIECE = 700_000, 2_400_000  # bytes of the input of a weight gradient convolution of planes
 # Terms of a weight gradient that are added in sequence: more cost accuracy, fewer cost time. PyTorch adds all in small groups.
-_FEWEST_TERMS, _MOST_TERMS, _MOST_TERMS_OF_PIXELS = 64, 512, 256
+_FEWEST_TERMS, _MOST_TERMS, _MOST_TERMS_OF_PIXELS = 200, 512, 256
 
 
 def forward(

@@ -58,7 +58,8 @@ _SLOW_PIXEL_COLUMNS, _SLOWEST_PIXEL_COLUMNS = range(9, 14), range(12, 14)
 _FEW_COLUMNS = 7  # of a map; the planar kernel refuses wide padding on them in channels_last
 _SMALL_MAP = 14  # rows or columns: on smaller maps the detours cost more than they save
 _WORTH_ROTATING = 10_000_000  # products; the same for rotating the filter
-_FEW_TAPS, _VERY_FEW_TAPS = 25, 15  # for which PyTorch's weight gradient is good
+_RATHER_FEW_TAPS, _FEW_TAPS, _VERY_FEW_TAPS = 49, 25, 15  # for which PyTorch's weight gradient is good
+_FEW_CHANNELS, _SMALL_INPUT = 64, 10_000  # of all samples together; elements
 
 # What the plans do, for `explain`; the comment on top says where each applies.
 FORMULATIONS = {
@@ -173,9 +174,12 @@ def choose_weight_grad(
         return "multiplier"
     planar = not like_channels_last(size, strides)
     in_its_kernel = w_size[-1] <= 3 and max(dilation) == 1  # PyTorch's planar one
-    if len(stride) == 3 or math.prod(w_size[2:]) > (_VERY_FEW_TAPS if planar else _FEW_TAPS):
+    # the pixel kernel takes as long for few channels as for many
+    idle = size[0] * size[1] <= _FEW_CHANNELS and not enters_planar_kernel(padding[-1], w_size[-1])
+    few_taps = _VERY_FEW_TAPS if planar else _RATHER_FEW_TAPS if idle else _FEW_TAPS
+    if len(stride) == 3 or math.prod(w_size[2:]) > few_taps:
         return "convolution"
-    if planar and not in_its_kernel:
+    if planar and not in_its_kernel and math.prod(size) > _SMALL_INPUT:
         return "convolution"
     if dtype is torch.float32:
         return "torch"
