@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import emulation
@@ -12,6 +13,7 @@ from emulation import emulated_gpu
 from support import channels_last, check_non_finite_values, check_values, geometry
 from torch import Tensor
 
+from flashdwc.kernels.cuda.depthwise_problem import Axis
 from flashdwc.ops.depthwise_operators import forward, input_grad, weight_grad
 
 pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="no C++ compiler")
@@ -32,6 +34,17 @@ CASES = {
     "tiles of contiguous rows": ("conv", (1, 8, 9, 13), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
     "tiles, stride 2": ("conv", (1, 8, 15, 14), (13, 13), 2, 6, 1, 1, channels_last),
     "tiles, multiplier": ("conv", (1, 4, 10, 10), (7, 7), 1, 3, 1, 2, channels_last),
+    "taps that meet padding only": ("conv", (2, 8, 7, 7), (7, 7), 1, 9, 3, 1, channels_last),
+    "taps that meet padding only, stride 2": (
+        "conv",
+        (1, 8, 5, 6),
+        (9, 31),
+        2,
+        (20, 10, 4, 4),
+        1,
+        2,
+        Tensor.contiguous,
+    ),
     "filter rows in parts": ("conv", (1, 8, 12, 12), (31, 31), 1, 15, 1, 1, channels_last),
     "a long filter over a line": ("conv", (1, 8, 1, 300), (1, 31), 1, (15, 15, 0, 0), 1, 1, Tensor.contiguous),
     "streams": ("stream", (2, 40, 13, 61), (7, 7), 1, 3, 1, 1, channels_last),
@@ -76,6 +89,29 @@ def test_kernels_compute_the_definition(case, request):
     x[0, 1, 0, 0], x[-1, 2, -1, -1], w[2, 0, 0, -1] = torch.inf, torch.nan, -torch.inf
     y, _ = launch(forward, x, w, b, *geometry_)
     check_non_finite_values(x, w, b, y, *geometry_)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("dilation", [1, 2, 3])
+def test_taps_that_meet_padding_only_are_left_out(stride, dilation):
+    for size, k, before, after in product((1, 2, 5, 8), (1, 2, 3, 7), range(0, 12, 3), range(0, 12, 5)):
+        out = (size + before + after - dilation * (k - 1) - 1) // stride + 1
+        if out < 1:
+            continue
+        forward = Axis(size, out, k, stride, dilation, before)
+        for axis in (forward, forward.transposed()):
+            meet = [t for t in range(k) if any(meets(axis, o, t) for o in range(axis.out))]
+            used = axis.reached
+            assert used.p >= 0 or axis.p < 0
+            assert set(meet) <= set(range(used.skipped, used.skipped + used.k)) <= set(range(k))
+            assert used.p == axis.p - used.skipped * dilation and used.whole == k
+            if meet and axis.p - meet[0] * dilation >= 0 and stride == 1:
+                assert used.k == meet[-1] - meet[0] + 1
+
+
+def meets(axis: Axis, output: int, tap: int) -> bool:
+    position = output * axis.s + tap * axis.d - axis.p
+    return position % axis.u == 0 and 0 <= position // axis.u < axis.size
 
 
 # --- the emulator itself ---------------------------------------------------------------------------------------------

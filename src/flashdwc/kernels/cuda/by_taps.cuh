@@ -6,9 +6,12 @@
 // Channel of the input behind part `part` of a channel of the result.
 __device__ __forceinline__ int source_channel(int channel, int part) { return (channel * SUM + part) / SPREAD; }
 
-// Tap k of a filter in the order in which outputs meet it.
+// Tap k of a filter in the order in which outputs meet it. Of WHOLE_KH x WHOLE_KW taps, KH x KW are used: the others, SKIPPED_KH rows and
+// SKIPPED_KW columns of them in front, meet nothing but padding.
 template <class Params> __device__ __forceinline__ u16 filter_element(const Params& p, int channel, int part, int k) {
-  return p.weight[i64(channel * SUM + part) * KH * KW + (ROTATE ? KH * KW - 1 - k : k)];
+  constexpr int taps = WHOLE_KH * WHOLE_KW;
+  const int tap = (k / KW + SKIPPED_KH) * WHOLE_KW + k % KW + SKIPPED_KW;
+  return p.weight[i64(channel * SUM + part) * taps + (ROTATE ? taps - 1 - tap : tap)];
 }
 
 // An output pixel tap by tap from global memory: for tiles that hold an inf or NaN, as taps outside the input must not take part and a

@@ -155,7 +155,7 @@ def plan_conv(
     blocks = channel_blocks * _strip_blocks(source.device, channel_blocks, -(-strips // strip.strips))
     shape = {"blocks": blocks, "threads": strip.threads}
     macros = conv_macros(problem, strip)
-    return conv_plan("depthwise_direct", macros, numbers, source, result_size, memory_format, rotate, **shape)
+    return conv_plan("depthwise_direct", problem, macros, numbers, source, result_size, memory_format, rotate, **shape)
 
 
 def _strip_blocks(device: torch.device, channel_blocks: int, groups: int) -> int:

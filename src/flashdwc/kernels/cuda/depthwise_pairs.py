@@ -76,4 +76,6 @@ def plan_conv(
     sizes = problem.images, problem.channels, *conv_sizes(problem)
     numbers = *sizes, across, down, strip_steps, channel_blocks, strips, splits
     shape = {"blocks": channel_blocks * splits, "threads": 32 * pairs.warps, "shared_bytes": shared}
-    return conv_plan("depthwise_pairs", definitions, numbers, source, result_size, memory_format, rotate, **shape)
+    return conv_plan(
+        "depthwise_pairs", problem, definitions, numbers, source, result_size, memory_format, rotate, **shape
+    )

@@ -117,7 +117,7 @@ def plan_conv(
     numbers = planes, problem.channels, *conv_sizes(problem), across, strips, parts
     shape = {"blocks": groups * parts, "threads": THREADS}
     macros = conv_macros(problem, strip)
-    return conv_plan("depthwise_planar", macros, numbers, source, result_size, memory_format, rotate, **shape)
+    return conv_plan("depthwise_planar", problem, macros, numbers, source, result_size, memory_format, rotate, **shape)
 
 
 def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:

@@ -23,6 +23,16 @@ class Axis:
     d: int
     p: int
     u: int = 1
+    skipped: int = 0  # taps of the filter in front of the k that are used
+    whole: int = 0  # taps of the filter; 0: those that are used
+
+    @property
+    def reached(self) -> Axis:
+        """Without the taps that meet nothing but padding."""
+        first = max(0, min(-(-(self.p - (self.out - 1) * self.s) // self.d), self.p // self.d, self.k - 1))
+        last = min(self.k - 1, ((self.size - 1) * self.u + self.p) // self.d)
+        k = max(1, last - first + 1)
+        return replace(self, k=k, p=self.p - first * self.d, skipped=first, whole=self.k)
 
     @property
     def phase(self) -> int:
@@ -142,12 +152,14 @@ def forward_problem(x: Tensor, w: Tensor, memory_format, stride, padding, dilati
     out = conv_output_size(x.shape[2:], w.shape[2:], stride, padding, dilation)
     axes = _axes(out, x.shape[2:], w.shape[2:], stride, padding, dilation)
     _, outer = dense_layout((x.shape[0], w.shape[0], *out), memory_format)
-    return Problem(x.shape[0], w.shape[0], *axes, _layout_of(x), outer, spread=w.shape[0] // x.shape[1])
+    vertical, horizontal = (axis.reached for axis in axes)
+    spread = w.shape[0] // x.shape[1]
+    return Problem(x.shape[0], w.shape[0], vertical, horizontal, _layout_of(x), outer, spread=spread)
 
 
 def input_grad_problem(dy: Tensor, w: Tensor, memory_format, input_size, stride, padding, dilation) -> Problem:
     vertical, horizontal = _axes(dy.shape[2:], input_size[2:], w.shape[2:], stride, padding, dilation)
-    axes = vertical.transposed(), horizontal.transposed()
+    axes = vertical.transposed().reached, horizontal.transposed().reached
     _, outer = dense_layout(input_size, memory_format)
     return Problem(input_size[0], input_size[1], *axes, _layout_of(dy), outer, sum=w.shape[0] // input_size[1])
 

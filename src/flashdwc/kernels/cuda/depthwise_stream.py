@@ -101,7 +101,9 @@ def plan_conv(
     sizes = problem.images, problem.channels, *conv_sizes(problem)
     numbers = *sizes, across, down, strip_steps, channel_blocks, strips, splits
     shape = {"blocks": channel_blocks * splits, "threads": 32 * stream.warps, "shared_bytes": shared}
-    return conv_plan("depthwise_stream", definitions, numbers, source, result_size, memory_format, rotate, **shape)
+    return conv_plan(
+        "depthwise_stream", problem, definitions, numbers, source, result_size, memory_format, rotate, **shape
+    )
 
 
 def share(problem: Problem, columns: int, rows: int, splits: int) -> tuple[int, int, int, int, int]:

@@ -58,7 +58,7 @@ def plan_conv(
     tile, macros, shared, (blocks, across, down, channel_blocks) = _fit(problem, source.device, conv_tile, conv_macros)
     numbers = problem.images, problem.channels, *conv_sizes(problem), across, down, channel_blocks
     shape = {"blocks": blocks, "threads": 32 * tile.warps, "shared_bytes": shared}
-    return conv_plan("depthwise_conv", macros, numbers, source, result_size, memory_format, rotate, **shape)
+    return conv_plan("depthwise_conv", problem, macros, numbers, source, result_size, memory_format, rotate, **shape)
 
 
 def conv_sizes(problem: Problem) -> tuple[int, int, int, int]:
@@ -69,6 +69,7 @@ def conv_sizes(problem: Problem) -> tuple[int, int, int, int]:
 
 def conv_plan(
     kernel: str,
+    problem: Problem,
     macros: Mapping[str, int],
     numbers: Sequence[int],  # of the kernel's Params, behind tensors and pointers
     source: Tensor,
@@ -83,9 +84,11 @@ def conv_plan(
     """A kernel whose Params are source, result, weight, bias and numbers: the plan takes source, weight and perhaps a bias."""
     size = tuple(result_size)
     strides, _ = dense_layout(size, memory_format)
+    v, h = problem.vertical, problem.horizontal
+    used = {"WHOLE_KH": v.whole or v.k, "WHOLE_KW": h.whole or h.k, "SKIPPED_KH": v.skipped, "SKIPPED_KW": h.skipped}
     launch = jit.Launcher(
         kernel,
-        {**macros, "BF16": source.dtype is torch.bfloat16, "ROTATE": rotate},
+        {**macros, **used, "BF16": source.dtype is torch.bfloat16, "ROTATE": rotate},
         source.device,
         blocks=blocks,
         threads=threads,
