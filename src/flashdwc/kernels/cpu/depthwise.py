@@ -26,7 +26,7 @@ _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 _GRADIENT_CHANNELS = 384  # in one weight gradient convolution: wider rows miss the cache, narrower ones cost more calls
 _PIECE_BYTES = 1 << 19  # of a piece that is copied
 _PIXEL_CHANNELS = 32  # in such a piece, or a multiple
-_SMALL_PIECE, _LARGE_PIECE = 700_000, 2_400_000  # bytes of the input of a weight gradient convolution of planes
+_SMALL_PIECE, _LARGE_PIECE = 1_000_000, 2_400_000  # bytes of the input of a weight gradient convolution of planes
 # Terms of a weight gradient that are added in sequence: more cost accuracy, fewer cost time. PyTorch adds all in small groups.
 _FEWEST_TERMS, _MOST_TERMS, _MOST_TERMS_OF_PIXELS = 200, 512, 256
 
@@ -54,6 +54,8 @@ def prepare_forward(
         if _goes_to_onednn(x, w, stride, low, dilation):  # past the three functions that find that out again
             return lambda x, w, b: torch.mkldnn_convolution(x, w, b, low, stride, dilation, groups)
         return lambda x, w, b: convolution(x, w, b, stride, low, dilation, groups)
+    if plan == "pixel":
+        return _plan_on_pixels(x, w, stride, low)
     return lambda x, w, b: own(_in_format(_forward_by(plan, x, w, b, stride, padding, dilation), channels_last))
 
 
@@ -178,8 +180,6 @@ def _forward_by(
     plan: str, x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, padding: Ints, dilation: Ints
 ) -> Tensor:
     rank, channels, low = len(stride), x.shape[1], padding[::2]
-    if plan == "pixel":
-        return _forward_on_pixels(x, w, b, stride, low)
     if plan == "transposed":
         beyond = [k - 1 - p for k, p in zip(w.shape[2:], low)]
         apart = (
@@ -214,19 +214,26 @@ def _forward_by(
     return CONVOLUTIONS[rank](x, w, b, stride, low, dilation, channels)
 
 
-def _forward_on_pixels(x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, low: Ints) -> Tensor:
+def _plan_on_pixels(x: Tensor, w: Tensor, stride: Ints, low: Ints) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """Copied to channels_last and back in pieces that stay in the cache, where fresh memory costs as much as the copy."""
     n, c = x.shape[:2]
-    y = x.new_empty(n, c, *reference.conv_output_size(x.shape[2:], w.shape[2:], stride, _twice(low), (1, 1)))
-    size = x.element_size() * max(math.prod(x.shape[2:]), math.prod(y.shape[2:]))  # of a channel of one sample
-    channels = min(c, _PIXEL_CHANNELS * max(1, _PIECE_BYTES // (size * _PIXEL_CHANNELS)))
-    samples = max(1, _PIECE_BYTES // (size * channels))
-    filters = list(zip(w.split(channels), [None] * c if b is None else b.split(channels)))
-    for some_x, some_y in zip(x.split(samples), y.split(samples)):
-        for part_x, part_y, (some_w, some_b) in zip(some_x.split(channels, 1), some_y.split(channels, 1), filters):
-            pixels = part_x.contiguous(memory_format=torch.channels_last)
-            part_y.copy_(F.conv2d(pixels, some_w, some_b, stride, low, 1, pixels.shape[1]))
-    return y
+    out = reference.conv_output_size(x.shape[2:], w.shape[2:], stride, _twice(low), (1, 1))
+    bytes_of_channel = x.element_size() * max(math.prod(x.shape[2:]), math.prod(out))
+    channels = min(c, _PIXEL_CHANNELS * max(1, _PIECE_BYTES // (bytes_of_channel * _PIXEL_CHANNELS)))
+    samples = max(1, _PIECE_BYTES // (bytes_of_channel * channels))
+    pieces = [
+        (slice(i, i + samples), slice(j, j + channels)) for i in range(0, n, samples) for j in range(0, c, channels)
+    ]
+
+    def run(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        y = x.new_empty(n, c, *out)
+        for piece in pieces:
+            pixels = x[piece].contiguous(memory_format=torch.channels_last)
+            bias = None if b is None else b[piece[1]]
+            y[piece].copy_(F.conv2d(pixels, w[piece[1]], bias, stride, low, 1, pixels.shape[1]))
+        return y
+
+    return run
 
 
 def _samples_as_channels(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
