@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...core.backend import Plan
 from .depthwise_problem import Problem
-from .depthwise_stream import ENOUGH_OUTPUTS, share
-from .depthwise_tensor_core import conv_plan, conv_sizes, shared_limit
+from .depthwise_stream import ENOUGH_OUTPUTS, Walk, plan_strips
+from .depthwise_tensor_core import shared_limit
 from .depthwise_tiles import round_up
 
 SIDES = range(3, 6)  # of a filter: with fewer rows other kernels are faster, with more the mma is short of work
@@ -65,17 +65,9 @@ def plan_conv(
     problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
-    device = source.device
-    pairs = conv_pairs(problem, shared_limit(device))
+    pairs = conv_pairs(problem, shared_limit(source.device))
     if pairs is None:
         raise RuntimeError("no pairs suit the problem: ask conv_pairs first")
-    definitions, shared = macros(problem, pairs)
-    channel_blocks = -(-problem.channels // pairs.channels)
-    splits = max(1, torch.cuda.get_device_properties(device).multi_processor_count // channel_blocks)
-    splits, across, down, strip_steps, strips = share(problem, pairs.columns, pairs.rows, splits)
-    sizes = problem.images, problem.channels, *conv_sizes(problem)
-    numbers = *sizes, across, down, strip_steps, channel_blocks, strips, splits
-    shape = {"blocks": channel_blocks * splits, "threads": 32 * pairs.warps, "shared_bytes": shared}
-    return conv_plan(
-        "depthwise_pairs", problem, definitions, numbers, source, result_size, memory_format, rotate, **shape
-    )
+    step = Walk(pairs.channels, pairs.columns, pairs.rows, pairs.warps)
+    made = macros(problem, pairs)
+    return plan_strips("depthwise_pairs", problem, step, *made, source, result_size, memory_format, rotate)

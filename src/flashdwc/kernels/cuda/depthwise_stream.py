@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,20 +91,43 @@ def plan_conv(
     problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
-    device = source.device
-    stream = conv_stream(problem, shared_limit(device))
+    stream = conv_stream(problem, shared_limit(source.device))
     if stream is None:
         raise RuntimeError("no stream suits the problem: ask conv_stream first")
-    definitions, shared = macros(problem, stream)
-    channel_blocks = -(-problem.channels // stream.channels)
-    blocks_of_channels = max(1, torch.cuda.get_device_properties(device).multi_processor_count // channel_blocks)
-    splits, across, down, strip_steps, strips = share(problem, 8 * stream.blocks, stream.out_rows, blocks_of_channels)
+    step = Walk(stream.channels, 8 * stream.blocks, stream.out_rows, stream.warps)
+    made = macros(problem, stream)
+    return plan_strips("depthwise_stream", problem, step, *made, source, result_size, memory_format, rotate)
+
+
+class Walk(NamedTuple):
+    """What a block takes at a time."""
+
+    channels: int
+    columns: int  # of a strip
+    rows: int  # of a step
+    warps: int
+
+
+def plan_strips(
+    kernel: str,
+    problem: Problem,
+    walk: Walk,
+    definitions: dict[str, int],
+    shared: int,
+    source: Tensor,
+    result_size: Sequence[int],
+    memory_format: torch.memory_format,
+    rotate: bool,
+) -> Plan:
+    """The plan of a kernel whose blocks stay, one on each multiprocessor, and walk through strips (``strips.cuh``)."""
+    channel_blocks = -(-problem.channels // walk.channels)
+    multiprocessors = torch.cuda.get_device_properties(source.device).multi_processor_count
+    blocks_of_channels = max(1, multiprocessors // channel_blocks)
+    splits, across, down, strip_steps, strips = share(problem, walk.columns, walk.rows, blocks_of_channels)
     sizes = problem.images, problem.channels, *conv_sizes(problem)
     numbers = *sizes, across, down, strip_steps, channel_blocks, strips, splits
-    shape = {"blocks": channel_blocks * splits, "threads": 32 * stream.warps, "shared_bytes": shared}
-    return conv_plan(
-        "depthwise_stream", problem, definitions, numbers, source, result_size, memory_format, rotate, **shape
-    )
+    shape = {"blocks": channel_blocks * splits, "threads": 32 * walk.warps, "shared_bytes": shared}
+    return conv_plan(kernel, problem, definitions, numbers, source, result_size, memory_format, rotate, **shape)
 
 
 def share(problem: Problem, columns: int, rows: int, splits: int) -> tuple[int, int, int, int, int]:
