@@ -93,10 +93,12 @@ def parse(text: str) -> tuple[Case, str, str]:
     n, c, h, w = numbers if len(numbers) == 4 else (*numbers[:2], 1, numbers[2])
     kernel, dtype, layout, padding = None, "fp32", "channels_last", None
     single = {"s": 1, "d": 1, "m": 1}
-    kinds = [next((kind for kind in ("fp16 bf16 fp32 fp64", "nhwc nchw") if o in kind.split()), o[:1]) for o in options]
-    if twice := [option for i, option in enumerate(options) if kinds[i] in kinds[:i]]:
-        raise UserError(f"shape {text!r}: {twice[0]!r} says again what an option before it says", code=2)
+    given: set[str] = set()
     for option in options:
+        kind = "dtype" if option in DTYPES else "layout" if option in ("nhwc", "nchw") else option[:1]
+        if kind in given:
+            raise UserError(f"shape {text!r}: {option!r} says again what an option before it says", code=2)
+        given.add(kind)
         if option in DTYPES:
             dtype = option
         elif option in ("nhwc", "nchw"):

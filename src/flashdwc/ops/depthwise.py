@@ -72,10 +72,15 @@ def _resolve_padding(
     return tuple(p for low in _numbers("padding", padding, n) for p in (low, low))
 
 
-def _geometry(n: int, stride, padding, dilation, kernel: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _steps(n: int, stride, dilation) -> tuple[tuple[int, ...], tuple[int, ...]]:
     stride, dilation = _numbers("stride", stride, n), _numbers("dilation", dilation, n)
     if any(s < 1 for s in stride) or any(d < 1 for d in dilation):
         raise ValueError(f"stride, dilation: expected positive numbers, got stride {stride}, dilation {dilation}")
+    return stride, dilation
+
+
+def _geometry(n: int, stride, padding, dilation, kernel: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    stride, dilation = _steps(n, stride, dilation)
     return stride, _resolve_padding(padding, stride, dilation, kernel), dilation
 
 
@@ -280,12 +285,10 @@ def depthwise_conv_transpose2d(
         raise ValueError(f"weight: expected [{x.shape[1]}, m, kH, kW] for that input, got {tuple(weight.shape)}")
     if bias is not None and tuple(bias.shape) != (channels * multiplier,):
         raise ValueError(f"bias: expected shape ({channels * multiplier},), got {tuple(bias.shape)}")
-    stride, padding, dilation = (
-        _numbers(name, value, 2) for name, value in (("stride", stride), ("padding", padding), ("dilation", dilation))
-    )
-    if min(*stride, *dilation) < 1 or min(padding) < 0:
-        expected = "stride, dilation: expected positive numbers, padding: non-negative ones"
-        raise ValueError(f"{expected}, got stride {stride}, dilation {dilation}, padding {padding}")
+    stride, dilation = _steps(2, stride, dilation)
+    padding = _numbers("padding", padding, 2)
+    if min(padding) < 0:
+        raise ValueError(f"padding: expected non-negative numbers, got {padding}")
     extra = _numbers("output_padding", output_padding, 2)
     if any(e < 0 or e >= max(s, d) for e, s, d in zip(extra, stride, dilation)):
         raise ValueError(f"output_padding: expected 0 to max(stride, dilation) - 1, got {extra}")

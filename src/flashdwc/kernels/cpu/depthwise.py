@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +50,9 @@ def prepare_forward(
     convolution, low, groups = CONVOLUTIONS[len(stride)], padding[::2], x.shape[1]
     channels_last = _channels_last(x, w)
     if plan == "direct":
-        if _goes_to_onednn(x, w, stride, low, dilation):  # past the three functions that find that out again
+        if _goes_to_onednn(
+            x, w, stride, low, dilation, channels_last
+        ):  # past the three functions that find that out again
             return lambda x, w, b: torch.mkldnn_convolution(x, w, b, low, stride, dilation, groups)
         return lambda x, w, b: convolution(x, w, b, stride, low, dilation, groups)
     if plan == "pixel":
@@ -59,12 +60,12 @@ def prepare_forward(
     return lambda x, w, b: own(_in_format(_forward_by(plan, x, w, b, stride, padding, dilation), channels_last))
 
 
-def _goes_to_onednn(x: Tensor, w: Tensor, stride: Ints, low: Ints, dilation: Ints) -> bool:
+def _goes_to_onednn(x: Tensor, w: Tensor, stride: Ints, low: Ints, dilation: Ints, channels_last: bool) -> bool:
     """Whether PyTorch's convolution would hand these operands to oneDNN as they are."""
     chosen = torch._C._select_conv_backend(
         x, w, None, stride, low, dilation, False, [0] * len(stride), x.shape[1], None
     )
-    fmt = _CHANNELS_LAST[len(stride)] if _channels_last(x, w) else torch.contiguous_format
+    fmt = _CHANNELS_LAST[len(stride)] if channels_last else torch.contiguous_format
     as_they_are = x.is_contiguous(memory_format=fmt) and w.is_contiguous(memory_format=fmt)
     return as_they_are and chosen == torch._C._ConvBackend.Mkldnn  # type: ignore[attr-defined]
 
@@ -395,9 +396,8 @@ def _weight_grad_of_pixels(
             padded[above : above + pixels.shape[0]] = pixels
             pixels = padded
         maps = pixels.flatten(-2).unsqueeze(0).movedim(-1, 1)  # channels_last
-        maps = (
-            maps if folded > 1 else _in_format(maps, False)
-        )  # PyTorch takes a stride that no element needs at its word
+        if folded == 1:  # PyTorch takes a stride that no element needs at its word
+            maps = _in_format(maps, False)
         total: Tensor | None = None
         for i, block in enumerate(some_dy.split(rows, 2)):
             filters = _spread(block.float(), stride)
@@ -408,7 +408,7 @@ def _weight_grad_of_pixels(
         assert total is not None
         part = _part(total, size[2:]).transpose(0, 1)
         parts.append(part if folded == channels else part.unflatten(0, (-1, channels)).sum(0))
-    return functools.reduce(torch.add, parts)
+    return reduce(torch.add, parts)
 
 
 def _spread(dy: Tensor, stride: Ints) -> Tensor:

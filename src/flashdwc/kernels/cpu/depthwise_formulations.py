@@ -55,7 +55,7 @@ _HAS_BFLOAT16_KERNELS = _REGISTER_BLOCK == 6 and torch.cpu._is_avx512_bf16_suppo
 _HANGING_COLUMNS = 14
 # Filter columns for which the pixel kernel is no faster than the planar one, and those for which it is far slower.
 _SLOW_PIXEL_COLUMNS, _SLOWEST_PIXEL_COLUMNS = range(9, 14), range(12, 14)
-_FEW_COLUMNS = 7  # of a map; the planar kernel refuses wide padding on them in channels_last
+_FEW_COLUMNS, _NARROW_PADDING = 7, 4  # of a map in channels_last: the planar kernel refuses wider padding on them
 _SMALL_MAP = 14  # rows or columns: on smaller maps the detours cost more than they save
 _WORTH_ROTATING = 10_000_000  # products; the same for rotating the filter
 _RATHER_FEW_TAPS, _FEW_TAPS, _VERY_FEW_TAPS = 49, 25, 15  # for which PyTorch's weight gradient is good
@@ -110,9 +110,8 @@ def choose_forward(
     if not dilated and (channels_last or rank == 3):
         return "transposed" if transposable and _pixels_are_slower(kernel[1], min(size[2:])) else "direct"
     columns = reference.conv_output_size(size[2:], kernel, stride, padding, dilation)[-1]
-    narrow = enters_planar_kernel(padding[-1], columns)
-    if channels_last and columns <= _FEW_COLUMNS and padding[-1] > _FEW_COLUMNS - 3:
-        narrow = False
+    refused = channels_last and columns <= _FEW_COLUMNS and padding[-1] > _NARROW_PADDING
+    narrow = enters_planar_kernel(padding[-1], columns) and not refused
     if rank == 2 and narrow and all(p <= d * (k - 1) for p, d, k in zip(padding[::2], dilation, kernel)):
         return "direct"
     if not dilated:

@@ -116,7 +116,6 @@ __device__ __forceinline__ void multiply(const Filter& f, const Window& window, 
 
 __device__ __forceinline__ void store_rows(const char* outputs, int image, int row0, int column0, int channel, const Params& p) {
   constexpr int OCTETS = CHANNELS / 8, PIXELS_AT_ONCE = THREADS / OCTETS;
-  static_assert(PIXELS_AT_ONCE % COLUMNS == 0 || COLUMNS % PIXELS_AT_ONCE == 0);
   const int octet = threadIdx.x % OCTETS, pixel = threadIdx.x / OCTETS, row = pixel / COLUMNS, column = pixel % COLUMNS;
   constexpr int ROWS_AT_ONCE = PIXELS_AT_ONCE / COLUMNS;
   static_assert(PIXELS_AT_ONCE % COLUMNS == 0 && ROWS % ROWS_AT_ONCE == 0);
@@ -139,7 +138,7 @@ __device__ __noinline__ void rows_by_taps(const Params& p, int image, int row0, 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_pairs(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_pairs(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u16 shared[];
   char* outputs = reinterpret_cast<char*>(shared) + QUADS * PLANE_BYTES;
   const u32 ring = shared_address(shared);

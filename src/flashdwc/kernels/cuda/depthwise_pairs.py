@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...core.backend import Plan
 from .depthwise_problem import Problem
-from .depthwise_stream import ENOUGH_OUTPUTS, Walk, plan_strips
+from .depthwise_stream import ENOUGH_OUTPUTS, describe_steps, plan_strips
 from .depthwise_tensor_core import shared_limit
 from .depthwise_tiles import round_up
 
@@ -22,7 +21,7 @@ SIDES = range(3, 6)  # of a filter: with fewer rows other kernels are faster, wi
 class Pairs:
     channels: int
     columns: int
-    rows: int  # of a step
+    out_rows: int  # of a step
     stages: int  # steps that copies are ahead
     warps: int = 16
 
@@ -46,28 +45,21 @@ def macros(problem: Problem, pairs: Pairs) -> tuple[dict[str, int], int]:
     """Macros of ``depthwise_pairs.cu`` and the shared memory in bytes."""
     v, h = problem.vertical, problem.horizontal
     cells = pairs.columns // 2 + (h.k + 2) // 2 - 1
-    slots = -(-(v.k - 1) // pairs.rows) + 1 + pairs.stages
-    plane = round_up(slots * pairs.rows * cells * 16 - 16, 128) + 16
-    outputs = pairs.rows * pairs.columns * (2 * pairs.channels + 8)
+    slots = -(-(v.k - 1) // pairs.out_rows) + 1 + pairs.stages
+    plane = round_up(slots * pairs.out_rows * cells * 16 - 16, 128) + 16
+    outputs = pairs.out_rows * pairs.columns * (2 * pairs.channels + 8)
     return {
         "KH": v.k, "KW": h.k, "SH": 1, "SW": 1, "DH": 1, "DW": 1, "PAD_H": v.p, "PAD_W": h.p, "SPREAD": 1, "SUM": 1,
-        "UH": 1, "UW": 1, "CHANNELS": pairs.channels, "COLUMNS": pairs.columns, "ROWS": pairs.rows, "STAGES": pairs.stages,
-        "THREADS": 32 * pairs.warps, "BLOCKS_PER_SM": 1,
+        "UH": 1, "UW": 1, "CHANNELS": pairs.channels, "COLUMNS": pairs.columns, "ROWS": pairs.out_rows, "STAGES": pairs.stages,
+        "THREADS": 32 * pairs.warps,
     }, pairs.channels // 4 * plane + 2 * outputs  # fmt: skip
 
 
 def describe(problem: Problem, pairs: Pairs) -> str:
-    size = f"{pairs.channels} channels x {pairs.rows} rows x {pairs.columns} columns"
-    return f"tensor cores, pairs of pixels, streamed in steps of {size}, {pairs.warps} warps"
+    return f"tensor cores, pairs of pixels, {describe_steps(pairs)}"
 
 
-def plan_conv(
-    problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
-) -> Plan:
-    """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
+def plan_conv(problem: Problem, source: Tensor, *result: Any) -> Plan:
+    """Forward or input gradient: the plan takes the source, the weight and perhaps a bias."""
     pairs = conv_pairs(problem, shared_limit(source.device))
-    if pairs is None:
-        raise RuntimeError("no pairs suit the problem: ask conv_pairs first")
-    step = Walk(pairs.channels, pairs.columns, pairs.rows, pairs.warps)
-    made = macros(problem, pairs)
-    return plan_strips("depthwise_pairs", problem, step, *made, source, result_size, memory_format, rotate)
+    return plan_strips("depthwise_pairs", problem, pairs, macros, source, *result)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...core.backend import Plan
-from .depthwise_problem import MULTIPROCESSORS, Axis, Problem
+from .depthwise_problem import MULTIPROCESSORS, Problem
 from .depthwise_tensor_core import choose_splits, conv_plan, conv_sizes, weight_grad_plan
 from .depthwise_tiles import power_of_two
 
@@ -47,7 +47,7 @@ def _covers(problem: Problem) -> bool:
     plain = max(v.u, h.u, problem.spread, problem.sum) == 1 and max(v.s, h.s) <= 2 and not problem.linear
     planar = not problem.inner.nhwc and not problem.outer.nhwc
     reach = _narrow(problem) or (0 <= h.p <= 8 and (h.k - 1) * h.d - h.p - (h.s - 1) <= 8)
-    taps = _taps_that_meet(v) * _taps_that_meet(h)
+    taps = v.reached.k * h.reached.k  # with dilation, those that meet padding only may be many
     few = taps <= MAX_TAPS or (problem.outputs <= SMALL and _narrow(problem))
     few_planes = problem.images * problem.channels < 2**31
     most = MAX_NARROW_TAPS if _narrow(problem) else MAX_TAPS
@@ -58,11 +58,6 @@ def _narrow(problem: Problem) -> bool:
     """Whether one strip spans a plane, so that nothing lies beyond its columns."""
     h = problem.horizontal
     return h.size <= 8 * h.s and h.out <= 8
-
-
-def _taps_that_meet(axis: Axis) -> int:
-    """Taps that meet the plane for some output; with dilation, the others may be many."""
-    return sum(-(axis.out - 1) * axis.s <= k * axis.d - axis.p < axis.size for k in range(axis.k))
 
 
 def conv_strip(problem: Problem) -> Strip:

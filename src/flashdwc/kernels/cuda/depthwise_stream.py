@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,22 @@ ENOUGH_OUTPUTS = 16_000_000  # that the steps of a strip outweigh its start
 LARGEST_SIDE = 31  # of a filter: no larger one fits
 
 
+class Layout(Protocol):
+    """What a block that walks through strips takes at a time."""
+
+    @property
+    def channels(self) -> int: ...
+
+    @property
+    def columns(self) -> int: ...  # of a strip
+
+    @property
+    def out_rows(self) -> int: ...  # of a step
+
+    @property
+    def warps(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Stream:
     channels: int
@@ -29,6 +45,10 @@ class Stream:
     @property
     def groups(self) -> int:
         return 16 // self.blocks
+
+    @property
+    def columns(self) -> int:
+        return 8 * self.blocks
 
     @property
     def out_rows(self) -> int:
@@ -83,50 +103,41 @@ def macros(problem: Problem, stream: Stream) -> tuple[dict[str, int], int]:
 
 
 def describe(problem: Problem, stream: Stream) -> str:
-    size = f"{stream.channels} channels x {stream.out_rows} rows x {8 * stream.blocks} columns"
-    return f"tensor cores, streamed in steps of {size}, {stream.warps} warps"
+    return f"tensor cores, {describe_steps(stream)}"
 
 
-def plan_conv(
-    problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
-) -> Plan:
-    """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
+def describe_steps(layout: Layout) -> str:
+    size = f"{layout.channels} channels x {layout.out_rows} rows x {layout.columns} columns"
+    return f"streamed in steps of {size}, {layout.warps} warps"
+
+
+def plan_conv(problem: Problem, source: Tensor, *result: Any) -> Plan:
+    """Forward or input gradient: the plan takes the source, the weight and perhaps a bias."""
     stream = conv_stream(problem, shared_limit(source.device))
-    if stream is None:
-        raise RuntimeError("no stream suits the problem: ask conv_stream first")
-    step = Walk(stream.channels, 8 * stream.blocks, stream.out_rows, stream.warps)
-    made = macros(problem, stream)
-    return plan_strips("depthwise_stream", problem, step, *made, source, result_size, memory_format, rotate)
-
-
-class Walk(NamedTuple):
-    """What a block takes at a time."""
-
-    channels: int
-    columns: int  # of a strip
-    rows: int  # of a step
-    warps: int
+    return plan_strips("depthwise_stream", problem, stream, macros, source, *result)
 
 
 def plan_strips(
     kernel: str,
     problem: Problem,
-    walk: Walk,
-    definitions: dict[str, int],
-    shared: int,
+    layout: Layout | None,
+    macros: Callable[..., tuple[dict[str, int], int]],
     source: Tensor,
     result_size: Sequence[int],
     memory_format: torch.memory_format,
     rotate: bool,
 ) -> Plan:
     """The plan of a kernel whose blocks stay, one on each multiprocessor, and walk through strips (``strips.cuh``)."""
-    channel_blocks = -(-problem.channels // walk.channels)
+    if layout is None:
+        raise RuntimeError(f"{kernel} does not suit the problem: ask for its layout first")
+    definitions, shared = macros(problem, layout)
+    channel_blocks = -(-problem.channels // layout.channels)
     multiprocessors = torch.cuda.get_device_properties(source.device).multi_processor_count
     blocks_of_channels = max(1, multiprocessors // channel_blocks)
-    splits, across, down, strip_steps, strips = share(problem, walk.columns, walk.rows, blocks_of_channels)
+    splits, across, down, strip_steps, strips = share(problem, layout.columns, layout.out_rows, blocks_of_channels)
     sizes = problem.images, problem.channels, *conv_sizes(problem)
     numbers = *sizes, across, down, strip_steps, channel_blocks, strips, splits
-    shape = {"blocks": channel_blocks * splits, "threads": 32 * walk.warps, "shared_bytes": shared}
+    shape = {"blocks": channel_blocks * splits, "threads": 32 * layout.warps, "shared_bytes": shared}
     return conv_plan(kernel, problem, definitions, numbers, source, result_size, memory_format, rotate, **shape)
 
 
