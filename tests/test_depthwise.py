@@ -128,6 +128,16 @@ def test_numbers_may_be_numpy_s():
     torch.testing.assert_close(depthwise_conv2d(x, w, None, two, two, (two, 2)), expected)
 
 
+def test_transposed_convolution_of_which_output_padding_alone_is_left():
+    x, w, b = (torch.randn(size, requires_grad=True) for size in ((1, 2, 1, 3), (2, 1, 1, 1), (2,)))
+    arguments = (x, w, b, (2, 1), (2, 0), (4, 0))
+    ours = depthwise_conv_transpose2d(*arguments, (5, 1))
+    theirs = F.conv_transpose2d(*arguments, 2, (5, 1))
+    torch.testing.assert_close(ours, theirs)
+    ours, theirs = (torch.autograd.grad(y.sum(), (x, w, b)) for y in (ours, theirs))
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("multiplier", [1, 2])
 def test_memory_format_of_the_transposed_convolution(multiplier):
     x = torch.randn(2, 4, 7, 8).to(memory_format=torch.channels_last)

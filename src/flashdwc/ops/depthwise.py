@@ -299,8 +299,16 @@ def depthwise_conv_transpose2d(
         (n - 1) * s - 2 * p + d * (k - 1) + e + 1
         for n, s, p, d, k, e in zip(_sizes(x, 2), stride, padding, dilation, kernel, inside)
     ]
-    if any(n < 1 for n in size):
-        raise ValueError(f"input: expected an output of at least one pixel, got output size {tuple(size)}")
+    whole = [n + e - i for n, e, i in zip(size, extra, inside)]
+    if any(n < 1 for n in whole):
+        raise ValueError(f"input: expected an output of at least one pixel, got output size {tuple(whole)}")
+    if any(
+        n < 1 for n in size
+    ):  # only appended zeros are left, which depend on nothing; the sums keep autograd's graph
+        nothing = x[..., :0].sum() + weight[..., :0].sum()
+        y = nothing.expand(x.shape[0], channels * multiplier, *whole).contiguous(memory_format=output_format(x, weight))
+        y = y if bias is None else y + bias.view(-1, 1, 1)
+        return _without_dimension(y, 0) if unbatched else y
     if multiplier > 1:
         memory_format = output_format(x, weight)
         x = x.repeat_interleave(multiplier, 1).contiguous(memory_format=memory_format)
