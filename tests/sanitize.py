@@ -10,7 +10,7 @@ from support import channels_last
 from torch import Tensor
 
 from flashdwc import depthwise_conv2d
-from flashdwc.kernels.cuda import depthwise_pairs, depthwise_stream
+from flashdwc.kernels.cuda import depthwise_maps, depthwise_pairs, depthwise_stream
 
 # Input size, kernel, stride, padding (also left, right, top, bottom), dilation, multiplier, layout.
 CASES = [
@@ -30,7 +30,10 @@ CASES = [
     ((2, 16, 12, 16), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
     ((1, 8, 28, 26), (13, 13), 2, 6, 1, 1, Tensor.contiguous),
     ((2, 33, 15, 15), (5, 5), 1, 2, 1, 1, Tensor.contiguous),  # planes
-    ((2, 16, 14, 14), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
+    ((2, 16, 14, 14), (3, 3), 1, 1, 1, 1, Tensor.contiguous),  # whole maps
+    ((5, 24, 7, 7), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
+    ((2, 12, 28, 28), (5, 5), 2, 2, 1, 1, Tensor.contiguous),
+    ((2, 6, 56, 56), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
     ((3, 8, 7, 7), (3, 3), 1, 3, 3, 1, Tensor.contiguous),
     ((1, 24, 1, 1000), (1, 4), 1, (3, 0, 0, 0), 1, 1, Tensor.contiguous),
 ]
@@ -38,7 +41,8 @@ CASES = [
 
 def main() -> None:
     torch.manual_seed(0)
-    depthwise_stream.ENOUGH_OUTPUTS = depthwise_pairs.ENOUGH_OUTPUTS = 0
+    for module in (depthwise_maps, depthwise_pairs, depthwise_stream):
+        module.ENOUGH_OUTPUTS = 0
     for size, kernel, stride, padding, dilation, multiplier, layout in CASES:
         x = layout(torch.randn(size, device="cuda", dtype=torch.half)).requires_grad_()
         w, b = (

@@ -112,7 +112,7 @@ STREAMED = {
 }
 
 
-@pytest.mark.usefixtures("small_problems_stream")
+@pytest.mark.usefixtures("small_is_large")
 @each_dtype
 @pytest.mark.parametrize("shape", STREAMED)
 def test_streams(shape, dtype):
@@ -130,6 +130,38 @@ def test_streams(shape, dtype):
     x[-1, 3, 1, 2], x[0, 5, -1, -1], w[7, 0, 0, -1] = torch.inf, torch.nan, -torch.inf
     y = depthwise_conv2d(x, w, b, **arguments)
     check_non_finite_values(x, w, b, y, *geometry(x, w, 1, padding, dilation))
+
+
+# Images, channels, height, width, kernel, stride, padding (left, right, top, bottom), dilation.
+SMALL_MAPS = {
+    "3x3": ((5, 24, 14, 14), (3, 3), 1, (1, 1, 1, 1), 1),
+    "3x3 of 28 columns": ((3, 10, 28, 28), (3, 3), 1, (1, 1, 1, 1), 1),
+    "3x3 of 112 columns": ((2, 3, 20, 112), (3, 3), 1, (1, 1, 1, 1), 1),
+    "3x3 of odd width": ((4, 16, 13, 13), (3, 3), 1, (1, 1, 1, 1), 1),
+    "3x3 stride 2": ((7, 24, 14, 14), (3, 3), 2, (1, 1, 1, 1), 1),
+    "3x3 stride 2 of 56 columns": ((3, 6, 16, 56), (3, 3), 2, (0, 1, 0, 1), 1),
+    "3x3 dilation 2": ((5, 24, 14, 14), (3, 3), 1, (2, 2, 2, 2), 2),
+    "5x5": ((300, 24, 7, 7), (5, 5), 1, (2, 2, 2, 2), 1),
+    "5x5 stride 2": ((5, 20, 14, 14), (5, 5), 2, (2, 2, 2, 2), 1),
+    "5x3 uneven padding": ((4, 16, 9, 12), (5, 3), 1, (0, 2, 4, 1), 1),
+    "7x7": ((6, 40, 7, 7), (7, 7), 1, (3, 3, 3, 3), 1),
+    "7x7 of 14 columns": ((6, 40, 14, 14), (7, 7), 1, (3, 3, 3, 3), 1),
+}
+
+
+@pytest.mark.usefixtures("small_is_large")
+@each_dtype
+@pytest.mark.parametrize("shape", SMALL_MAPS)
+def test_small_maps(shape, dtype):
+    size, kernel, stride, padding, dilation = SMALL_MAPS[shape]
+    x, w, b = cuda(*size, dtype=dtype), cuda(size[1], 1, *kernel, dtype=dtype), cuda(size[1], dtype=dtype)
+    arguments = {"stride": stride, "padding": padding, "dilation": dilation, "impl": "cuda"}
+    assert "whole maps" in flashdwc.explain(depthwise_conv2d, x, w, b, **arguments).detail
+    y = check_convolution(x, w, b, **arguments)
+    check_convolution(x, w, None, torch.randn_like(y), **arguments)
+    x[-1, 2, 1, 2], x[0, 1, -1, -1], w[1, 0, 0, -1] = torch.inf, torch.nan, -torch.inf
+    y = depthwise_conv2d(x, w, b, **arguments)
+    check_non_finite_values(x, w, b, y, *geometry(x, w, stride, padding, dilation))
 
 
 @pytest.mark.parametrize("kernel", [*range(2, 10), *range(11, 64, 4)])

@@ -29,6 +29,14 @@ CASES = {
     "planes, uneven padding": ("planar", (2, 3, 9, 20), (3, 3), 1, (1, 2, 0, 1), 1, 1, Tensor.contiguous),
     "narrow planes": ("planar", (3, 4, 7, 7), (7, 7), 1, 9, 3, 1, Tensor.contiguous),
     "narrow planes, stride 2": ("planar", (2, 20, 13, 14), (5, 5), 2, 2, 1, 1, Tensor.contiguous),
+    "maps": ("maps", (3, 5, 14, 14), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
+    "maps of odd width": ("maps", (5, 16, 9, 9), (5, 5), 1, 2, 1, 1, Tensor.contiguous),
+    "narrow maps": ("maps", (2, 40, 7, 7), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
+    "narrow maps, stride 2": ("maps", (2, 8, 13, 14), (5, 5), 2, 2, 1, 1, Tensor.contiguous),
+    "maps, stride 2": ("maps", (2, 6, 27, 28), (3, 3), 2, (1, 1, 0, 1), 1, 1, Tensor.contiguous),
+    "maps, dilated": ("maps", (2, 4, 10, 15), (3, 3), 1, 3, 3, 1, Tensor.contiguous),
+    "maps, uneven padding": ("maps", (2, 4, 9, 12), (5, 3), 1, (1, 4, 0, 2), 1, 1, Tensor.contiguous),
+    "maps without padding": ("maps", (2, 4, 9, 16), (3, 3), 1, 0, 1, 1, Tensor.contiguous),
     "a line": ("planar", (1, 3, 1, 77), (1, 4), 1, (3, 0, 0, 0), 1, 1, Tensor.contiguous),
     "tiles of a small map": ("conv", (3, 12, 7, 7), (7, 7), 1, 3, 1, 1, channels_last),
     "tiles of contiguous rows": ("conv", (1, 8, 9, 13), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
@@ -68,10 +76,10 @@ def launch(operator, *args) -> tuple[Tensor, list[str]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_compute_the_definition(case, request):
-    if case.startswith(("streams", "pairs")):
-        request.getfixturevalue("small_problems_stream")
+    if "maps" in CASES[case] or case.startswith(("streams", "pairs")):
+        request.getfixturevalue("small_is_large")
     family, (images, channels, *size), kernel, stride, padding, dilation, multiplier, layout = CASES[case]
-    dtype = torch.bfloat16 if "planes" in case or "parts" in case or "three" in case else torch.float16
+    dtype = torch.bfloat16 if "planes" in case or "odd" in case or "parts" in case or "three" in case else torch.float16
     x = layout(torch.randn(images, channels, *size).to(dtype))
     w, b = torch.randn(channels * multiplier, 1, *kernel).to(dtype), torch.randn(channels * multiplier).to(dtype)
     geometry_ = geometry(x, w, (stride, stride), padding, (dilation, dilation))
@@ -82,7 +90,7 @@ def test_kernels_compute_the_definition(case, request):
     dx, kernels = launch(input_grad, g, w, tuple(x.shape), *geometry_)
     assert kernels == [f"depthwise_{'conv' if family == 'planar' and stride > 1 else family}"]
     dw, kernels = launch(weight_grad, g, x, tuple(w.shape), w.stride(), *geometry_)
-    if family in ("direct", "planar"):
+    if family in ("direct", "maps", "planar"):
         assert kernels[0] == f"depthwise_{family}_weight_grad"
     check_values(x, w, b, g, y, (dx, dw), *geometry_)
 

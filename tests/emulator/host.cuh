@@ -81,6 +81,7 @@ inline void mma8(float (&d)[4], const u32 (&a)[4], u32 b0) { multiply_matrices<8
 struct PendingCopy {
   u32 to;
   const void* from;
+  int bytes;
   bool inside;
 };
 inline std::vector<std::vector<std::vector<PendingCopy>>> pending_copies;  // of each thread, in groups; the last is open
@@ -90,14 +91,18 @@ inline std::vector<std::vector<PendingCopy>>& my_copies() {
   if (mine.empty()) mine.emplace_back();
   return mine;
 }
-inline void copy_async8(u32 to, const void* from, bool inside) { my_copies().back().push_back({to, from, inside}); }
+template <int bytes> void copy_async(u32 to, const void* from, bool inside = true) {
+  if (to % bytes || reinterpret_cast<std::uintptr_t>(from) % bytes) std::fprintf(stderr, "emulator: cp.async at a misaligned address\n"), std::abort();
+  my_copies().back().push_back({to, from, bytes, inside});
+}
 inline void copy_async_commit() { my_copies().emplace_back(); }
 template <int pending> void copy_async_wait() {
   auto& mine = my_copies();
   while (mine.size() > pending + 1) {
     for (auto& copy : mine.front()) {
-      auto& to = *reinterpret_cast<uint2*>(emulator::shared + copy.to);
-      to = copy.inside ? *static_cast<const uint2*>(copy.from) : uint2{0, 0};
+      char* to = emulator::shared + copy.to;
+      if (copy.inside) std::memcpy(to, copy.from, copy.bytes);
+      else std::memset(to, 0, copy.bytes);
     }
     mine.erase(mine.begin());
   }

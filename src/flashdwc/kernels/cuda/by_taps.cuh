@@ -30,9 +30,11 @@ template <class Params> __device__ __forceinline__ float by_taps(const Params& p
   return sum;
 }
 
-// Computes an output again, in place of one that is not finite.
-template <class Params> __device__ __forceinline__ void output_by_taps(const Params& p, int image, int channel, int row, int column) {
+// What replaces an output that is not finite.
+template <class Params> __device__ __forceinline__ u16 recomputed(const Params& p, int image, int channel, int row, int column) {
   const AddBias epilogue{p.bias};
-  const float sum = epilogue.start(channel) + by_taps(p, image, channel, row, column);
-  p.y.data[image * p.y.image + channel * p.y.channel + row * p.y.row + column * p.y.column] = from_float(epilogue.finish(sum, channel));
+  return from_float(epilogue.finish(epilogue.start(channel) + by_taps(p, image, channel, row, column), channel));
+}
+template <class Params> __device__ __forceinline__ void output_by_taps(const Params& p, int image, int channel, int row, int column) {
+  p.y.data[image * p.y.image + channel * p.y.channel + row * p.y.row + column * p.y.column] = recomputed(p, image, channel, row, column);
 }

@@ -12,6 +12,7 @@ from ...core import jit
 from ...core.backend import Backend, Plan
 from ..native import output_format
 from . import depthwise_direct as direct
+from . import depthwise_maps as maps
 from . import depthwise_pairs as pairs
 from . import depthwise_planar as planar
 from . import depthwise_stream as stream
@@ -40,6 +41,8 @@ def _conv_engine(problem: Problem, limit: int) -> Any:
         return pairs
     if stream.conv_stream(problem, limit) is not None:
         return stream
+    if maps.conv_maps(problem, limit) is not None:
+        return maps
     if planar.suits(problem):
         return planar
     narrow = problem.inner.vector < 4 or (problem.inner.vector == 4 and problem.outputs <= 4_000_000)
@@ -47,6 +50,8 @@ def _conv_engine(problem: Problem, limit: int) -> Any:
 
 
 def _weight_grad_engine(problem: Problem, limit: int) -> Any:
+    if maps.weight_grad_maps(problem, limit) is not None:
+        return maps
     if planar.suits_weight_grad(problem):
         return planar
     small = problem.outputs <= 1_000_000 and problem.horizontal.out <= 14
@@ -134,11 +139,13 @@ def _plan_weight_grad(engine: Any, problem: Problem, dy: Tensor, x: Tensor, size
 _CONV: dict[Any, Callable] = {
     pairs: pairs.conv_pairs,
     stream: stream.conv_stream,
+    maps: lambda problem, limit: maps.conv_maps(problem, limit),
     planar: lambda problem, _: planar.conv_strip(problem),
     direct: lambda problem, _: direct.conv_strip(problem),
     tensor_core: conv_tile,
 }
 _WEIGHT_GRAD: dict[Any, Callable] = {
+    maps: lambda problem, limit: maps.weight_grad_maps(problem, limit),
     planar: lambda problem, _: planar.weight_grad_strip(problem),
     direct: lambda problem, _: direct.weight_grad_strip(problem),
     tensor_core: weight_grad_tile,

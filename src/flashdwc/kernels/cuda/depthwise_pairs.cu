@@ -52,7 +52,7 @@ __device__ __forceinline__ void fetch_rows(u32 ring, const Step& s, int channel,
 #pragma unroll
     for (int i = 0; i < (CELLS + WARPS_IN_ROW - 1) / WARPS_IN_ROW; ++i)
       if (i < CELLS / WARPS_IN_ROW || cell + i * WARPS_IN_ROW < CELLS)
-        copy_async8(to + i * WARPS_IN_ROW * 16, from + 64 * q + i * next, channel_inside && unsigned(x + 2 * WARPS_IN_ROW * i) < unsigned(p.columns));
+        copy_async<8>(to + i * WARPS_IN_ROW * 16, from + 64 * q + i * next, channel_inside && unsigned(x + 2 * WARPS_IN_ROW * i) < unsigned(p.columns));
   }
 }
 

@@ -11,7 +11,6 @@
 #include "epilogue.cuh"
 #include "planar.cuh"
 
-constexpr int SPAN_H = (KH - 1) * DH + (ROWS - 1) * SH + 1;
 static_assert(THREADS % LANES == 0);
 
 struct Params {
@@ -56,29 +55,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_planar(const __g
 
   const int begin = blockIdx.x % p.parts * LANES, step = p.parts * LANES;
   for (int first = begin; first < p.strips; first += step) {  // all threads of a warp, as they exchange outputs
-    const int strip = first + threadIdx.x % LANES, column = strip % p.strips_across * 8, row0 = strip / p.strips_across * ROWS;
+    const int strip = first + threadIdx.x % LANES, column = strip_column(strip, p.strips_across), row0 = strip_row(strip, p.strips_across);
     const int valid_rows = p.out_rows - row0;
     const int valid_columns = strip < strips ? min(p.out_columns - column, 8) : 0;
     float acc[ROWS][8];
 #pragma unroll
     for (int i = 0; i < ROWS * 8; ++i) acc[i / 8][i % 8] = start;
-#pragma unroll
-    for (int y = 0; y < SPAN_H; ++y) {
-      float in[WINDOW];
+    convolve_strip(acc, w, [&](float (&in)[WINDOW], int y) {
       const int row = row0 * SH - PAD_H + y;
-      const bool inside = unsigned(row) < unsigned(p.rows) && strip < strips;
-      read_window<IN_VEC>(in, source + row * p.x.row, column * SW, inside, p.columns);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        const int kh = y - r * SH;
-        if (kh < 0 || kh % DH || kh / DH >= KH) continue;
-#pragma unroll
-        for (int kw = 0; kw < KW; ++kw)
-#pragma unroll
-          for (int c = 0; c < 8; ++c)
-            if (in_window(window_column(c, kw))) acc[r][c] += w[kh / DH * KW + kw] * in[window_column(c, kw)];
-      }
-    }
+      read_window<IN_VEC>(in, source + row * p.x.row, column * SW, unsigned(row) < unsigned(p.rows) && strip < strips, p.columns);
+    });
     u32 watched = 0;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...core.backend import Plan
-from .depthwise_problem import MULTIPROCESSORS, Problem
+from .depthwise_problem import MULTIPROCESSORS, Axis, Problem
 from .depthwise_tensor_core import choose_splits, conv_plan, conv_sizes, weight_grad_plan
 from .depthwise_tiles import power_of_two
 
@@ -39,48 +39,54 @@ def suits_weight_grad(problem: Problem) -> bool:
 
 
 def _suits(problem: Problem, *, small: bool) -> bool:
-    return _covers(problem) and (small or problem.taps <= FEW_TAPS or problem.strided or _narrow(problem))
+    few = problem.taps <= MAX_TAPS or (
+        problem.taps <= MAX_NARROW_TAPS and problem.outputs <= SMALL and is_narrow(problem.horizontal)
+    )
+    fast = small or problem.taps <= FEW_TAPS or problem.strided or is_narrow(problem.horizontal)
+    return few and fast and reaches(problem)
 
 
-def _covers(problem: Problem) -> bool:
+def reaches(problem: Problem) -> bool:
+    """Whether the layout of a problem and the window of a strip suit these kernels."""
     v, h = problem.vertical, problem.horizontal
     plain = max(v.u, h.u, problem.spread, problem.sum) == 1 and max(v.s, h.s) <= 2 and not problem.linear
     planar = not problem.inner.nhwc and not problem.outer.nhwc
-    reach = _narrow(problem) or (0 <= h.p <= 8 and (h.k - 1) * h.d - h.p - (h.s - 1) <= 8)
-    taps = v.reached.k * h.reached.k  # with dilation, those that meet padding only may be many
-    few = taps <= MAX_TAPS or (problem.outputs <= SMALL and _narrow(problem))
+    reach = is_narrow(problem.horizontal) or (0 <= h.p <= 8 and (h.k - 1) * h.d - h.p - (h.s - 1) <= 8)
     few_planes = problem.images * problem.channels < 2**31
-    most = MAX_NARROW_TAPS if _narrow(problem) else MAX_TAPS
-    return planar and plain and reach and few and problem.taps <= most and few_planes and 0 < problem.outputs < 2**33
+    return planar and plain and reach and few_planes and 0 < problem.outputs < 2**33
 
 
-def _narrow(problem: Problem) -> bool:
+def is_narrow(axis: Axis) -> bool:
     """Whether one strip spans a plane, so that nothing lies beyond its columns."""
-    h = problem.horizontal
-    return h.size <= 8 * h.s and h.out <= 8
+    return axis.size <= 8 * axis.s and axis.out <= 8
 
 
 def conv_strip(problem: Problem) -> Strip:
     v, planes = problem.vertical, problem.images * problem.channels
     most = max(1, (v.k - 1) // v.s) if v.d == 1 else 1  # rows that share what they read
-    choices = (rows for rows in (4, 2, 1) if rows <= most and planes * _strips(problem, rows)[1] >= ENOUGH_THREADS)
+    choices = (
+        rows for rows in (4, 2, 1) if rows <= most and planes * strips_of_plane(problem, rows)[1] >= ENOUGH_THREADS
+    )
     rows = next(choices, 1)
-    return Strip(rows, min(32, power_of_two(_strips(problem, rows)[1])))
+    return Strip(rows, min(32, power_of_two(strips_of_plane(problem, rows)[1])))
 
 
 def weight_grad_strip(problem: Problem) -> Strip:
     v, h = problem.vertical, problem.horizontal
     whole = [rows for rows in (4, 2, 1) if v.out > 8 or v.out % rows == 0]
-    all_strips = {rows: problem.images * _strips(problem, rows)[1] for rows in whole}
+    all_strips = {rows: problem.images * strips_of_plane(problem, rows)[1] for rows in whole}
     rows = next((rows for rows in whole if all_strips[rows] >= ENOUGH_STRIPS), 1)
-    return Strip(rows, max(32, min(THREADS, power_of_two(all_strips[rows]))), v.k if h.k > 1 else 1)
+    lanes = max(32, min(THREADS, power_of_two(all_strips[rows])))
+    blocks = -(-problem.channels * lanes // THREADS)  # of all filter rows
+    idle = problem.outputs <= SMALL and problem.strided and v.k * blocks <= 3 * MULTIPROCESSORS
+    return Strip(rows, lanes, 1 if h.k == 1 or idle else v.k)
 
 
 def describe(problem: Problem, strip: Strip) -> str:
     return f"CUDA cores, {strip.rows} rows x 8 columns of a plane a thread"
 
 
-def _strips(problem: Problem, rows: int) -> tuple[int, int]:
+def strips_of_plane(problem: Problem, rows: int) -> tuple[int, int]:
     """Strips across a plane, all strips of a plane."""
     across = -(-problem.horizontal.out // 8)
     return across, across * -(-problem.vertical.out // rows)
@@ -91,7 +97,7 @@ def conv_macros(problem: Problem, strip: Strip) -> dict[str, int]:
     return {
         "IN_VEC": problem.inner.vector, "OUT_VEC": problem.outer.vector,
         "KH": v.k, "KW": h.k, "SH": v.s, "SW": h.s, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "UH": 1, "UW": 1,
-        "SUM": 1, "SPREAD": 1, "NARROW": _narrow(problem), "ROWS": strip.rows, "LANES": strip.lanes, "THREADS": THREADS,
+        "SUM": 1, "SPREAD": 1, "NARROW": is_narrow(problem.horizontal), "ROWS": strip.rows, "LANES": strip.lanes, "THREADS": THREADS,
     }  # fmt: skip
 
 
@@ -104,7 +110,7 @@ def plan_conv(
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
     strip = conv_strip(problem)
-    across, strips = _strips(problem, strip.rows)
+    across, strips = strips_of_plane(problem, strip.rows)
     planes = problem.images * problem.channels
     groups = -(-planes // (THREADS // strip.lanes))
     wanted = ENOUGH_BLOCKS * torch.cuda.get_device_properties(source.device).multi_processor_count
@@ -117,7 +123,7 @@ def plan_conv(
 
 def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
     strip = weight_grad_strip(problem)
-    across, strips = _strips(problem, strip.rows)
+    across, strips = strips_of_plane(problem, strip.rows)
     all_strips, channel_blocks = problem.images * strips, -(-problem.channels // (THREADS // strip.lanes))
     columns = channel_blocks * (problem.vertical.k // strip.height)
     few = 4 if columns >= 2 * MULTIPROCESSORS else 1  # groups of strips that are worth one launch

@@ -9,7 +9,6 @@
 #include "epilogue.cuh"
 #include "planar.cuh"
 
-constexpr int SPAN_H = (HEIGHT - 1) * DH + (ROWS - 1) * SH + 1;
 constexpr int TAPS = HEIGHT * KW, CHANNELS = THREADS / LANES;
 constexpr int TEAM = LANES < 32 ? LANES : 32, TEAMS = LANES / TEAM;  // threads of a channel in a warp, such teams of a channel
 static_assert(THREADS % LANES == 0 && THREADS % 32 == 0 && 32 % TEAM == 0 && KH % HEIGHT == 0);
@@ -32,27 +31,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_planar_weight_gr
 #pragma unroll
   for (int k = 0; k < TAPS; ++k) acc[k / KW][k % KW] = 0.f;
   for (int i = split * LANES + lane; i < p.all_strips; i += p.splits * LANES) {
-    const int image = i / p.strips, strip = i % p.strips, column = strip % p.strips_across * 8, row0 = strip / p.strips_across * ROWS;
+    const int image = i / p.strips, strip = i % p.strips, column = strip_column(strip, p.strips_across), row0 = strip_row(strip, p.strips_across);
     float g[ROWS][8];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
       read_columns<OUT_VEC>(g[r], gradient + image * p.dy.image + (row0 + r) * p.dy.row, column, row0 + r < p.out_rows, p.out_columns);
-#pragma unroll
-    for (int y = 0; y < SPAN_H; ++y) {
-      float in[WINDOW];
+    correlate_strip<HEIGHT>(acc, g, [&](float (&in)[WINDOW], int y) {
       const int row = row0 * SH - PAD_H + first * DH + y;
       read_window<IN_VEC>(in, source + image * p.x.image + row * p.x.row, column * SW, unsigned(row) < unsigned(p.rows), p.columns);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        const int kh = y - r * SH;
-        if (kh < 0 || kh % DH || kh / DH >= HEIGHT) continue;
-#pragma unroll
-        for (int kw = 0; kw < KW; ++kw)
-#pragma unroll
-          for (int c = 0; c < 8; ++c)
-            if (in_window(window_column(c, kw))) acc[kh / DH][kw] += g[r][c] * in[window_column(c, kw)];
-      }
-    }
+    });
   }
 
 #pragma unroll

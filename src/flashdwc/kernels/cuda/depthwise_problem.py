@@ -57,6 +57,7 @@ MULTIPROCESSORS = 132  # of the card that the rules and cost models were fitted 
 class Layout(NamedTuple):
     nhwc: bool  # channels are neighbours in memory, else columns are
     vector: int  # elements of the widest aligned access
+    run: int = 0  # the same where all channels of an image are one run of memory; 0: they are not
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,13 @@ def layout(size: Sequence[int], strides: Sequence[int], address: int = 0) -> Lay
     vector = 8
     while vector > 1 and (size[1 if nhwc else 3] % vector or address % (2 * vector) or any(s % vector for s in steps)):
         vector //= 2
-    return Layout(nhwc, vector)
+    run = 0
+    if not nhwc and all(
+        n == 1 or s == dense for n, s, dense in zip(size[1:], strides[1:], (size[2] * size[3], size[3], 1))
+    ):
+        image = strides[0] if size[0] > 1 else 0
+        run = next(v for v in (8, 4, 2, 1) if address % (2 * v) == 0 and image % v == 0)
+    return Layout(nhwc, vector, run)
 
 
 def readable(t: Tensor) -> Tensor:

@@ -62,9 +62,9 @@ __device__ __forceinline__ void mma8(float (&d)[4], const u32 (&a)[4], u32 b0) {
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b0));
 }
 
-// 8 bytes from global to shared memory, past the registers; zeros where not inside.
-__device__ __forceinline__ void copy_async8(u32 to, const void* from, bool inside) {
-  asm volatile("cp.async.ca.shared.global [%0],[%1],8,%2;" :: "r"(to), "l"(from), "r"(inside ? 8 : 0) : "memory");
+// bytes (4, 8 or 16) from global to shared memory, past the registers; zeros where not inside.
+template <int bytes> __device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside = true) {
+  asm volatile("cp.async.ca.shared.global [%0],[%1],%2,%3;" :: "r"(to), "l"(from), "n"(bytes), "r"(inside ? bytes : 0) : "memory");
 }
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most `pending` groups of this thread's copies are under way.
