@@ -191,8 +191,8 @@ def describe(problem: Problem, maps: Maps) -> str:
     return f"CUDA cores, {maps.maps} whole maps, {maps.rows} rows x 8 columns a thread"
 
 
-def _grid(problem: Problem, maps: Maps, device: torch.device) -> tuple[dict[str, int], int, list[int]]:
-    """The launch's shape, the blocks that share the images of a channel (they fill the device once), the sizes."""
+def _grid(problem: Problem, maps: Maps, device: torch.device) -> tuple[int, int, list[int]]:
+    """All blocks, those that share the images of a channel (they fill the device once), and the kernel's sizes."""
     channel_blocks = -(-problem.channels // maps.maps)
     slots = maps.resident * torch.cuda.get_device_properties(device).multi_processor_count
     wanted = max(1, min(problem.images, slots // channel_blocks))
@@ -204,7 +204,7 @@ def _grid(problem: Problem, maps: Maps, device: torch.device) -> tuple[dict[str,
         *strips_of_plane(problem, maps.rows),
         channel_blocks,
     ]
-    return {"blocks": channel_blocks * splits, "threads": maps.threads}, splits, sizes
+    return channel_blocks * splits, splits, sizes
 
 
 def plan_conv(
@@ -213,18 +213,19 @@ def plan_conv(
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
     maps: Any = conv_maps(problem, shared_limit(source.device))
     macros, shared = conv_macros(problem, maps)
-    shape, splits, sizes = _grid(problem, maps, source.device)
+    blocks, splits, sizes = _grid(problem, maps, source.device)
+    shape = {"blocks": blocks, "threads": maps.threads, "shared_bytes": shared}
     stage = _stage(problem, maps)
     numbers = [*sizes, splits, stage.map_rows, stage.elements, _run(problem, maps)]
-    result = source, result_size, memory_format, rotate
-    return conv_plan("depthwise_maps", problem, macros, numbers, *result, **shape, shared_bytes=shared)
+    return conv_plan("depthwise_maps", problem, macros, numbers, source, result_size, memory_format, rotate, **shape)
 
 
 def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
     maps: Any = weight_grad_maps(problem, shared_limit(x.device))
     macros, shared = weight_grad_macros(problem, maps)
-    shape, splits, sizes = _grid(problem, maps, x.device)
+    blocks, splits, sizes = _grid(problem, maps, x.device)
+    shape = {"blocks": blocks, "threads": maps.threads, "shared_bytes": shared}
     stage, out_stage = _stage(problem, maps), _out_stage(problem, maps)
     numbers = [*sizes, stage.map_rows, stage.elements, _run(problem, maps), out_stage.map_rows, out_stage.elements]
-    operands = numbers, splits, dy, x, weight_size, weight_stride
-    return weight_grad_plan("depthwise_maps_weight_grad", macros, *operands, **shape, shared_bytes=shared)
+    kernel = "depthwise_maps_weight_grad"
+    return weight_grad_plan(kernel, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)
