@@ -74,12 +74,13 @@ def much_gpu_memory() -> Iterator[None]:
 @pytest.fixture
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CUDA kernels for large problems take small ones too."""
-    from flashdwc.kernels.cuda import depthwise_maps, depthwise_pairs, depthwise_stream
+    from flashdwc.kernels.cuda import depthwise_maps, depthwise_pairs, depthwise_planar, depthwise_stream
 
     choices = depthwise_pairs.conv_pairs, depthwise_stream.conv_stream
     choices += depthwise_maps.conv_maps, depthwise_maps.weight_grad_maps
     for module in (depthwise_maps, depthwise_pairs, depthwise_stream):
         monkeypatch.setattr(module, "ENOUGH_OUTPUTS", 0)
+    monkeypatch.setattr(depthwise_planar, "ENOUGH_WRITES", 0)
     for choice in choices:
         choice.cache_clear()
     yield

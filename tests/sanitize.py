@@ -10,7 +10,7 @@ from support import channels_last
 from torch import Tensor
 
 from flashdwc import depthwise_conv2d
-from flashdwc.kernels.cuda import depthwise_maps, depthwise_pairs, depthwise_stream
+from flashdwc.kernels.cuda import depthwise_maps, depthwise_pairs, depthwise_planar, depthwise_stream
 
 # Input size, kernel, stride, padding (also left, right, top, bottom), dilation, multiplier, layout.
 CASES = [
@@ -43,6 +43,7 @@ def main() -> None:
     torch.manual_seed(0)
     for module in (depthwise_maps, depthwise_pairs, depthwise_stream):
         module.ENOUGH_OUTPUTS = 0
+    depthwise_planar.ENOUGH_WRITES = 0
     for size, kernel, stride, padding, dilation, multiplier, layout in CASES:
         x = layout(torch.randn(size, device="cuda", dtype=torch.half)).requires_grad_()
         w, b = (

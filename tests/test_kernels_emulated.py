@@ -24,6 +24,7 @@ CASES = {
     "few taps, stride 2": ("direct", (2, 24, 9, 10), (3, 3), 2, 1, 1, 1, channels_last),
     "planes": ("planar", (2, 5, 7, 16), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
     "planes of odd width": ("planar", (3, 5, 6, 7), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
+    "planes that exchange outputs": ("planar", (3, 5, 7, 7), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
     "planes, dilated": ("planar", (2, 4, 10, 14), (3, 3), 1, 3, 3, 1, Tensor.contiguous),
     "planes, stride 2": ("planar", (2, 3, 15, 14), (5, 5), 2, 2, 1, 1, Tensor.contiguous),
     "planes, uneven padding": ("planar", (2, 3, 9, 20), (3, 3), 1, (1, 2, 0, 1), 1, 1, Tensor.contiguous),
@@ -76,7 +77,7 @@ def launch(operator, *args) -> tuple[Tensor, list[str]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_compute_the_definition(case, request):
-    if "maps" in CASES[case] or case.startswith(("streams", "pairs")):
+    if "maps" in CASES[case] or case.startswith(("streams", "pairs")) or "exchange" in case:
         request.getfixturevalue("small_is_large")
     family, (images, channels, *size), kernel, stride, padding, dilation, multiplier, layout = CASES[case]
     dtype = torch.bfloat16 if "planes" in case or "odd" in case or "parts" in case or "three" in case else torch.float16

@@ -74,13 +74,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_maps(const __gri
           v.word[e] = pack(epilogue.finish(acc[r][2 * e], channel), epilogue.finish(acc[r][2 * e + 1], channel));
           watch(watched, v.word[e]);
         }
-        if (row0 + r < p.out_rows) write8<OUT_VEC>(to + r * p.out_columns, v, [&](int e) { return column + e < p.out_columns; });
+        if (row0 + r < p.out_rows) write8<OUT_VEC>(to + r * p.out_columns, v, [&](int e) { return column + e < out_columns_of(p); });
       }
       if (!watched_non_finite(watched)) continue;
 #pragma unroll 1
       for (int i = 0; i < ROWS * 8; ++i) {
         const int r = i / 8, c = i % 8;
-        if (row0 + r < p.out_rows && column + c < p.out_columns) to[r * p.out_columns + c] = recomputed(p, image, channel, row0 + r, column + c);
+        if (row0 + r < p.out_rows && column + c < out_columns_of(p)) to[r * p.out_columns + c] = recomputed(p, image, channel, row0 + r, column + c);
       }
     }
   }

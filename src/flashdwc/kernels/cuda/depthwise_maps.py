@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...core.backend import Plan
-from .depthwise_planar import is_narrow, reaches, strips_of_plane
+from .depthwise_planar import is_narrow, narrow_macros, reaches, strips_of_plane
 from .depthwise_problem import Axis, Layout, Problem
 from .depthwise_tensor_core import conv_plan, conv_sizes, shared_limit, weight_grad_plan
 from .depthwise_tiles import round_up
@@ -116,7 +116,7 @@ def _run(problem: Problem, maps: Maps) -> int:
 def _common_macros(problem: Problem, maps: Maps) -> dict[str, int]:
     v, h, stage = problem.vertical, problem.horizontal, _stage(problem, maps)
     return {
-        "KH": v.k, "KW": h.k, "SH": v.s, "SW": h.s, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "NARROW": is_narrow(_filled(problem).horizontal),
+        "KH": v.k, "KW": h.k, "SH": v.s, "SW": h.s, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, **narrow_macros(_filled(problem)),
         "IN_VEC": problem.inner.vector, "RUN_VEC": _run_vectors(problem, maps.maps)[0], "OCTETS": -(-h.size // 8),
         "LEFT": stage.left, "PITCH": stage.pitch, "ROWS": maps.rows, "LANES": maps.lanes, "MAPS": maps.maps, "THREADS": maps.threads,
     }  # fmt: skip
@@ -132,7 +132,7 @@ def conv_maps(problem: Problem, shared_limit: int) -> Maps | None:
     if problem.taps > MAX_TAPS:
         rows: tuple[int, ...] = (4,)
     elif max(v.s, h.s) > 1:
-        rows = (2, 1)
+        rows = (2, 1) if h.out <= 8 else (4, 2, 1)
     else:
         rows = (4, 2, 1) if 16 < h.out <= 32 or (h.out <= 8 and problem.taps <= FEW_TAPS) else (7, 4, 2, 1)
     return _lay_out(problem, rows, None if max(v.s, h.s) > 1 else 8, conv_macros, shared_limit)

@@ -19,10 +19,19 @@ struct Params {
   int planes, channels, rows, columns, out_rows, out_columns, strips_across, strips, parts;
 };
 
-// Writes every thread's 8 outputs. Where alignment allows narrow accesses only, the warp's outputs pass through shared memory, so that
-// neighbouring threads write neighbouring elements. valid: how many of the thread's outputs there are.
+// The rows under a strip, while the thread waits for its filter; those beside them are under other strips.
+__device__ __forceinline__ void prefetch_inputs(const Params& p, const u16* source, int strip, int strips) {
+  const int column = strip_column(strip, p.strips_across) * SW, row = strip_row(strip, p.strips_across) * SH;
+  if (strip >= strips || column >= p.columns) return;
+#pragma unroll
+  for (int r = 0; r < ROWS * SH; ++r)
+    if (row + r < p.rows) prefetch(source + (row + r) * p.x.row + column);
+}
+
+// Writes every thread's 8 outputs. EXCHANGE: the warp's outputs pass through shared memory, so that neighbouring threads write neighbouring
+// elements; for large problems where alignment allows narrow accesses only. valid: how many of the thread's outputs there are.
 __device__ __forceinline__ void write_outputs(u16* to, const Octet& v, int valid) {
-  if constexpr (OUT_VEC >= 4) {
+  if constexpr (!EXCHANGE) {
     write8<OUT_VEC>(to, v, [&](int e) { return e < valid; });
   } else {
     using Piece = typename Access<OUT_VEC>::type;
@@ -47,23 +56,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_planar(const __g
   const int image = plane / p.channels, channel = plane % p.channels;
   const u16* source = p.x.data + image * p.x.image + channel * p.x.channel;
   u16* target = p.y.data + image * p.y.image + channel * p.y.channel;
+  const int begin = blockIdx.x % p.parts * LANES, step = p.parts * LANES;
+  prefetch_inputs(p, source, begin + threadIdx.x % LANES, strips);
   const AddBias epilogue{p.bias};
   const float start = epilogue.start(channel);
   float w[KH * KW];
 #pragma unroll
   for (int k = 0; k < KH * KW; ++k) w[k] = to_float(filter_element(p, channel, 0, k));
 
-  const int begin = blockIdx.x % p.parts * LANES, step = p.parts * LANES;
   for (int first = begin; first < p.strips; first += step) {  // all threads of a warp, as they exchange outputs
     const int strip = first + threadIdx.x % LANES, column = strip_column(strip, p.strips_across), row0 = strip_row(strip, p.strips_across);
     const int valid_rows = p.out_rows - row0;
-    const int valid_columns = strip < strips ? min(p.out_columns - column, 8) : 0;
+    const int valid_columns = strip < strips ? min(out_columns_of(p) - column, 8) : 0;
     float acc[ROWS][8];
 #pragma unroll
     for (int i = 0; i < ROWS * 8; ++i) acc[i / 8][i % 8] = start;
     convolve_strip(acc, w, [&](float (&in)[WINDOW], int y) {
       const int row = row0 * SH - PAD_H + y;
-      read_window<IN_VEC>(in, source + row * p.x.row, column * SW, unsigned(row) < unsigned(p.rows) && strip < strips, p.columns);
+      read_window<IN_VEC>(in, source + row * p.x.row, column * SW, unsigned(row) < unsigned(p.rows) && strip < strips, p);
     });
     u32 watched = 0;
 #pragma unroll

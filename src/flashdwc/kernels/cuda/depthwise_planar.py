@@ -11,7 +11,7 @@ from torch import Tensor
 from ...core.backend import Plan
 from .depthwise_problem import MULTIPROCESSORS, Axis, Problem
 from .depthwise_tensor_core import choose_splits, conv_plan, conv_sizes, weight_grad_plan
-from .depthwise_tiles import power_of_two
+from .depthwise_tiles import power_of_two, round_up
 
 THREADS = 256
 ENOUGH_BLOCKS = 8  # for each multiprocessor
@@ -19,6 +19,7 @@ ENOUGH_BLOCKS = 8  # for each multiprocessor
 ENOUGH_THREADS = 25_000
 FEW_TAPS, MAX_TAPS, MAX_NARROW_TAPS = 12, 25, 49
 SMALL = 1_000_000  # outputs: below, starting costs more than multiplying
+ENOUGH_WRITES = 700_000  # outputs times rows of a strip
 ENOUGH_STRIPS = 200  # of a channel, for strips of several rows in a weight gradient
 
 
@@ -27,6 +28,15 @@ class Strip:
     rows: int  # of 8 columns each, that a thread takes at a time
     lanes: int  # threads of a plane
     height: int = 1  # filter rows of a block, for weight gradients
+
+    @property
+    def planes(self) -> int:
+        """That a block takes, or channels."""
+        return THREADS // self.lanes
+
+    @property
+    def threads(self) -> int:
+        return self.planes * self.lanes
 
 
 def suits(problem: Problem) -> bool:
@@ -68,7 +78,16 @@ def conv_strip(problem: Problem) -> Strip:
         rows for rows in (4, 2, 1) if rows <= most and planes * strips_of_plane(problem, rows)[1] >= ENOUGH_THREADS
     )
     rows = next(choices, 1)
-    return Strip(rows, min(32, power_of_two(strips_of_plane(problem, rows)[1])))
+    strips = strips_of_plane(problem, rows)[1]
+    lanes = min(32, power_of_two(strips))
+    if lanes == 32 and problem.outputs > SMALL and not _exchanges(problem, rows):
+        lanes = min(range(32, 23, -1), key=lambda n: round_up(strips, n))  # the fewest idle in the last turn
+    return Strip(rows, lanes)
+
+
+def _exchanges(problem: Problem, rows: int) -> bool:
+    """Whether many narrow writes would cost more than to exchange outputs among threads."""
+    return problem.outer.vector < 4 and problem.outputs * rows > ENOUGH_WRITES * problem.outer.vector
 
 
 def weight_grad_strip(problem: Problem) -> Strip:
@@ -77,7 +96,7 @@ def weight_grad_strip(problem: Problem) -> Strip:
     all_strips = {rows: problem.images * strips_of_plane(problem, rows)[1] for rows in whole}
     rows = next((rows for rows in whole if all_strips[rows] >= ENOUGH_STRIPS), 1)
     lanes = max(32, min(THREADS, power_of_two(all_strips[rows])))
-    blocks = -(-problem.channels * lanes // THREADS)  # of all filter rows
+    blocks = -(-problem.channels // Strip(rows, lanes).planes)  # of all filter rows
     idle = problem.outputs <= SMALL and problem.strided and v.k * blocks <= 3 * MULTIPROCESSORS
     return Strip(rows, lanes, 1 if h.k == 1 or idle else v.k)
 
@@ -92,17 +111,27 @@ def strips_of_plane(problem: Problem, rows: int) -> tuple[int, int]:
     return across, across * -(-problem.vertical.out // rows)
 
 
+def narrow_macros(problem: Problem) -> dict[str, int]:
+    h = problem.horizontal
+    return {"NARROW": h.size, "STRIP": h.out} if is_narrow(h) else {"NARROW": 0, "STRIP": 8}
+
+
 def conv_macros(problem: Problem, strip: Strip) -> dict[str, int]:
-    v, h = problem.vertical, problem.horizontal
-    return {
-        "IN_VEC": problem.inner.vector, "OUT_VEC": problem.outer.vector,
-        "KH": v.k, "KW": h.k, "SH": v.s, "SW": h.s, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "UH": 1, "UW": 1,
-        "SUM": 1, "SPREAD": 1, "NARROW": is_narrow(problem.horizontal), "ROWS": strip.rows, "LANES": strip.lanes, "THREADS": THREADS,
-    }  # fmt: skip
+    exchange = _exchanges(problem, strip.rows)
+    return {**_common_macros(problem, strip), "UH": 1, "UW": 1, "SUM": 1, "SPREAD": 1, "EXCHANGE": exchange}
 
 
 def weight_grad_macros(problem: Problem, strip: Strip) -> dict[str, int]:
-    return {**conv_macros(problem, strip), "HEIGHT": strip.height}
+    return {**_common_macros(problem, strip), "HEIGHT": strip.height}
+
+
+def _common_macros(problem: Problem, strip: Strip) -> dict[str, int]:
+    v, h = problem.vertical, problem.horizontal
+    return {
+        "IN_VEC": problem.inner.vector, "OUT_VEC": problem.outer.vector,
+        "KH": v.k, "KW": h.k, "SH": v.s, "SW": h.s, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p,
+        **narrow_macros(problem), "ROWS": strip.rows, "LANES": strip.lanes, "THREADS": strip.threads,
+    }  # fmt: skip
 
 
 def plan_conv(
@@ -112,11 +141,11 @@ def plan_conv(
     strip = conv_strip(problem)
     across, strips = strips_of_plane(problem, strip.rows)
     planes = problem.images * problem.channels
-    groups = -(-planes // (THREADS // strip.lanes))
+    groups = -(-planes // strip.planes)
     wanted = ENOUGH_BLOCKS * torch.cuda.get_device_properties(source.device).multi_processor_count
     parts = max(1, min(-(-strips // strip.lanes), -(-wanted // groups)))
     numbers = planes, problem.channels, *conv_sizes(problem), across, strips, parts
-    shape = {"blocks": groups * parts, "threads": THREADS}
+    shape = {"blocks": groups * parts, "threads": strip.threads}
     macros = conv_macros(problem, strip)
     return conv_plan("depthwise_planar", problem, macros, numbers, source, result_size, memory_format, rotate, **shape)
 
@@ -124,11 +153,11 @@ def plan_conv(
 def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
     strip = weight_grad_strip(problem)
     across, strips = strips_of_plane(problem, strip.rows)
-    all_strips, channel_blocks = problem.images * strips, -(-problem.channels // (THREADS // strip.lanes))
+    all_strips, channel_blocks = problem.images * strips, -(-problem.channels // strip.planes)
     columns = channel_blocks * (problem.vertical.k // strip.height)
     few = 4 if columns >= 2 * MULTIPROCESSORS else 1  # groups of strips that are worth one launch
     splits = choose_splits(x.device, columns, -(-all_strips // strip.lanes), resident=2, few=few)
     numbers = problem.channels, *conv_sizes(problem), across, strips, all_strips, channel_blocks
-    macros, shape = weight_grad_macros(problem, strip), {"blocks": columns * splits, "threads": THREADS}
+    macros, shape = weight_grad_macros(problem, strip), {"blocks": columns * splits, "threads": strip.threads}
     kernel = "depthwise_planar_weight_grad"
     return weight_grad_plan(kernel, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)

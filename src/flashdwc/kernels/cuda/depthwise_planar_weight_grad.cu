@@ -35,12 +35,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_planar_weight_gr
     float g[ROWS][8];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
-      read_columns<OUT_VEC>(g[r], gradient + image * p.dy.image + (row0 + r) * p.dy.row, column, row0 + r < p.out_rows, p.out_columns);
+      read_columns<OUT_VEC>(g[r], pinned(gradient + image * p.dy.image + (row0 + r) * p.dy.row + column), column, row0 + r < p.out_rows, out_columns_of(p));
     const int above = row0 * SH - PAD_H + first * DH;
     const u16* plane = source + image * p.x.image;
     correlate_strip<HEIGHT>(acc, g, [&](float (&in)[WINDOW], int y) {
       const int row = above + y;
-      read_window<IN_VEC>(in, plane + row * p.x.row, column * SW, unsigned(row) < unsigned(p.rows), p.columns);
+      read_window<IN_VEC>(in, plane + row * p.x.row, column * SW, unsigned(row) < unsigned(p.rows), p);
     });
   }
 

@@ -49,8 +49,6 @@ __device__ __forceinline__ void clear_shared(u16* shared, int elements) {
   for (int i = threadIdx.x * 8; i < elements; i += THREADS * 8) *reinterpret_cast<uint4*>(shared + i) = make_uint4(0, 0, 0, 0);
 }
 
-__device__ constexpr int at_least(int n) { return n <= 2 ? 2 : n <= 4 ? 4 : 8; }  // elements of the smallest access
-
 // n elements as floats.
 template <int n> __device__ __forceinline__ void read_shared(float* to, const u16* at) {
   using Piece = typename Access<n>::type;
@@ -65,7 +63,7 @@ template <int n> __device__ __forceinline__ void read_shared(float* to, const u1
 
 // The columns behind a strip: at is the first of them, aligned to 8 elements.
 __device__ __forceinline__ void read_map_window(float (&window)[WINDOW], const u16* at) {
-  constexpr int before = at_least(PAD_W), behind = at_least(RIGHT);
+  constexpr int before = access_of(PAD_W), behind = access_of(RIGHT);
   if constexpr (!NARROW && PAD_W > 0) read_shared<before>(window + 8 - before, at - before);
 #pragma unroll
   for (int i = 0; i < SW; ++i) read_shared<8>(window + 8 + 8 * i, at + 8 * i);

@@ -62,6 +62,15 @@ __device__ __forceinline__ void mma8(float (&d)[4], const u32 (&a)[4], u32 b0) {
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b0));
 }
 
+// Keeps the compiler from computing an address anew for each access that depends on a condition.
+__device__ __forceinline__ const u16* pinned(const u16* p) {
+  asm("" : "+l"(p));
+  return p;
+}
+
+// Asks for the line of memory of an address, so that it waits beside another and not after it.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+
 // bytes (4, 8 or 16) from global to shared memory, past the registers; zeros where not inside.
 template <int bytes> __device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside = true) {
   asm volatile("cp.async.ca.shared.global [%0],[%1],%2,%3;" :: "r"(to), "l"(from), "n"(bytes), "r"(inside ? bytes : 0) : "memory");

@@ -6,13 +6,17 @@
 
 constexpr int WINDOW = 8 * (SW + 2);  // the strip's columns, 8 before and 8 behind them
 constexpr int RIGHT = (KW - 1) * DW - PAD_W - (SW - 1);  // columns that the filter reaches beyond the strip's
-constexpr int FIRST = NARROW ? 8 : 0, LAST = NARROW ? WINDOW - 8 : WINDOW;  // a NARROW plane has none beyond its one strip's
-static_assert(NARROW || (0 <= PAD_W && PAD_W <= 8 && RIGHT <= 8));
+// A plane of few columns is one strip wide: NARROW is then the number of its columns, else 0, and STRIP the outputs of a strip's row.
+constexpr int FIRST = NARROW ? 8 : 0, LAST = NARROW ? 8 + NARROW : WINDOW;
+static_assert(NARROW ? NARROW <= 8 * SW && STRIP <= 8 : 0 <= PAD_W && PAD_W <= 8 && RIGHT <= 8 && STRIP == 8);
 
 // First column and row of a strip of a plane.
 __device__ __forceinline__ int strip_column(int strip, int strips_across) { return NARROW ? 0 : strip % strips_across * 8; }
 __device__ __forceinline__ int strip_row(int strip, int strips_across) { return (NARROW ? strip : strip / strips_across) * ROWS; }
 
+template <class Params> __device__ __forceinline__ int out_columns_of(const Params& p) { return NARROW ? STRIP : p.out_columns; }
+
+__device__ constexpr int access_of(int n) { return n <= 1 ? 1 : n <= 2 ? 2 : n <= 4 ? 4 : 8; }  // elements of the smallest for n
 __device__ constexpr int window_column(int c, int kw) { return 8 + c * SW + kw * DW - PAD_W; }
 __device__ constexpr bool in_window(int column) { return FIRST <= column && column < LAST; }
 
@@ -30,7 +34,7 @@ template <int height, class Read, class Meet> __device__ __forceinline__ void wa
 #pragma unroll
       for (int kw = 0; kw < KW; ++kw)
 #pragma unroll
-        for (int c = 0; c < 8; ++c)
+        for (int c = 0; c < STRIP; ++c)
           if (in_window(window_column(c, kw))) meet(r, c, kh / DH, kw, in[window_column(c, kw)]);
     }
   }
@@ -43,20 +47,23 @@ __device__ __forceinline__ void correlate_strip(float (&acc)[height][KW], const 
   walk_strip<height>(read, [&](int r, int c, int kh, int kw, float x) { acc[kh][kw] += g[r][c] * x; });
 }
 
-// 8 columns, of which those from first to last are needed; zero outside the plane.
+// 8 columns, of which those from first to last are needed; zero outside the plane. at is the element of `column`.
 template <int VEC, int first = 0, int last = 8>
-__device__ __forceinline__ void read_columns(float* to, const u16* line, int column, bool row_inside, int columns) {
-  Octet v = read8<VEC>(line + column, [&](int e) {
+__device__ __forceinline__ void read_columns(float* to, const u16* at, int column, bool row_inside, int columns) {
+  Octet v = read8<VEC>(at, [&](int e) {
     return e + VEC > first && e < last && row_inside && unsigned(column + e) < unsigned(columns);
   });
 #pragma unroll
   for (int e = 0; e < 8; ++e) to[e] = to_float(v.element[e]);
 }
 
-template <int VEC>
-__device__ __forceinline__ void read_window(float (&window)[WINDOW], const u16* line, int column, bool row_inside, int columns) {
-  if constexpr (!NARROW && PAD_W > 0) read_columns<VEC, 8 - PAD_W, 8>(window, line, column - 8, row_inside, columns);
+template <int VEC, class Params>
+__device__ __forceinline__ void read_window(float (&window)[WINDOW], const u16* line, int column, bool row_inside, const Params& p) {
+  line = pinned(line + column);
+  constexpr int before = access_of(PAD_W) < VEC ? access_of(PAD_W) : VEC, behind = access_of(RIGHT) < VEC ? access_of(RIGHT) : VEC;
+  const int columns = NARROW ? NARROW : p.columns;
+  if constexpr (!NARROW && PAD_W > 0) read_columns<before, 8 - PAD_W, 8>(window, line - 8, column - 8, row_inside, columns);
 #pragma unroll
-  for (int i = 0; i < SW; ++i) read_columns<VEC>(window + 8 + 8 * i, line, column + 8 * i, row_inside, columns);
-  if constexpr (!NARROW && RIGHT > 0) read_columns<VEC, 0, RIGHT>(window + WINDOW - 8, line, column + 8 * SW, row_inside, columns);
+  for (int i = 0; i < SW; ++i) read_columns<VEC>(window + 8 + 8 * i, line + 8 * i, column + 8 * i, row_inside, columns);
+  if constexpr (!NARROW && RIGHT > 0) read_columns<behind, 0, RIGHT>(window + WINDOW - 8, line + 8 * SW, column + 8 * SW, row_inside, columns);
 }
