@@ -6,6 +6,7 @@ Where a docstring names an address, somebody reported there the fault that the t
 from __future__ import annotations
 
 import os
+import platform
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +84,26 @@ def test_first_calls_import_little():
             layer(x).sum().backward()
         assert "sympy" not in sys.modules
     """)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
+def test_cpu_calls_keep_their_memory():
+    """In a young process every call had its temporary tensors' pages from the system anew, a thousand and more."""
+    result = run_python("""
+        import resource, torch, flashdwc
+
+        def step():
+            torch.autograd.grad(flashdwc.depthwise_conv2d(x, w, padding=3).sum(), (x, w))
+
+        x, w = torch.randn(1, 96, 56, 56, requires_grad=True), torch.randn(96, 1, 7, 7, requires_grad=True)
+        for _ in range(5):
+            step()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            step()
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
+    """)
+    assert int(result.stdout) < 200
 
 
 def test_import_without_triton_and_without_the_compiler():

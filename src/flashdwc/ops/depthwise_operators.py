@@ -18,6 +18,7 @@ from ..core.backend import Backend, Cost, Plan
 from ..core.op import Operator
 from ..kernels import native, reference
 from ..kernels.cpu import depthwise as cpu
+from ..kernels.cpu.memory import keep_temporaries
 from ..kernels.cuda import depthwise as cuda
 from ..kernels.native import output_format
 from ..kernels.reference import conv_output_size
@@ -263,7 +264,11 @@ def _on_cpu(plan: Callable[..., Plan], describe: Callable[..., str]) -> Backend:
     def why_not(x: Tensor, *_: Any) -> str | None:
         return None if x.device.type == "cpu" else f"the tensors are on {x.device}"
 
-    return Backend("cpu", why_not, plan, describe=describe)
+    def plan_with_memory(*args: Any) -> Plan:
+        keep_temporaries()
+        return plan(*args)
+
+    return Backend("cpu", why_not, plan_with_memory, describe=describe)
 
 
 def _plan_forward_on_cpu(x, w, b, stride, padding, dilation, *_: Any) -> Plan:
