@@ -68,12 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_maps(const __gri
       u32 watched = 0;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        Octet v;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          v.word[e] = pack(epilogue.finish(acc[r][2 * e], channel), epilogue.finish(acc[r][2 * e + 1], channel));
-          watch(watched, v.word[e]);
-        }
+        const Octet v = round_row(acc[r], epilogue, channel, watched);
         if (row0 + r < p.out_rows) write8<OUT_VEC>(to + r * p.out_columns, v, [&](int e) { return column + e < out_columns_of(p); });
       }
       if (!watched_non_finite(watched)) continue;

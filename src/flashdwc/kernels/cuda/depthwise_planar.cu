@@ -78,12 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_planar(const __g
     u32 watched = 0;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      Octet v;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        v.word[e] = pack(epilogue.finish(acc[r][2 * e], channel), epilogue.finish(acc[r][2 * e + 1], channel));
-        watch(watched, v.word[e]);
-      }
+      const Octet v = round_row(acc[r], epilogue, channel, watched);
       write_outputs(target + (row0 + r) * p.y.row + column, v, r < valid_rows ? valid_columns : 0);
     }
     const bool bad = watched_non_finite(watched);

@@ -47,6 +47,17 @@ __device__ __forceinline__ void correlate_strip(float (&acc)[height][KW], const 
   walk_strip<height>(read, [&](int r, int c, int kh, int kw, float x) { acc[kh][kw] += g[r][c] * x; });
 }
 
+// Rounds a strip's row and watches it for inf and NaN.
+template <class Epilogue> __device__ __forceinline__ Octet round_row(const float (&acc)[8], Epilogue epilogue, int channel, u32& watched) {
+  Octet v;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    v.word[e] = pack(epilogue.finish(acc[2 * e], channel), epilogue.finish(acc[2 * e + 1], channel));
+    watch(watched, v.word[e]);
+  }
+  return v;
+}
+
 // 8 columns, of which those from first to last are needed; zero outside the plane. at is the element of `column`.
 template <int VEC, int first = 0, int last = 8>
 __device__ __forceinline__ void read_columns(float* to, const u16* at, int column, bool row_inside, int columns) {
