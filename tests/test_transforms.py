@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashdwc
 from flashdwc import depthwise_conv1d, depthwise_conv2d, depthwise_conv_transpose2d
+from flashdwc.ops import depthwise_operators
 
 X, W = torch.randn(1, 3, 6, 6), torch.randn(3, 1, 3, 3)
 
@@ -134,3 +135,34 @@ def test_batched_tangents_of_the_older_kind():
 
 def test_the_backward_node_bears_the_operator_s_name():
     assert "depthwise_conv" in ours(W.clone().requires_grad_()).grad_fn.name()
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_only_the_gradients_that_are_asked_for_are_computed(leaf, monkeypatch):
+    """Both factors require a gradient, ``torch.autograd.grad`` wants one: a saliency map, a gradient penalty."""
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    inputs = (x, w) if leaf else (x * 1, w * 1)
+
+    def forbidden(*_):
+        raise AssertionError("computed for nothing")
+
+    for i, other in enumerate(("weight_grad", "input_grad")):
+        expected = torch.autograd.grad(F.conv2d(*inputs, groups=3).square().sum(), inputs[i], retain_graph=True)
+        y = depthwise_conv2d(*inputs)
+        with monkeypatch.context() as patch:
+            patch.setattr(depthwise_operators, other, forbidden)
+            found = torch.autograd.grad(y.square().sum(), inputs[i], retain_graph=True)
+        torch.testing.assert_close(found, expected)
+    both = torch.autograd.grad(depthwise_conv2d(*inputs).square().sum(), inputs, create_graph=True)
+    penalty = both[0].square().sum()
+    torch.testing.assert_close(
+        torch.autograd.grad(penalty, inputs, retain_graph=True),
+        torch.autograd.grad(
+            torch.autograd.grad(F.conv2d(*inputs, groups=3).square().sum(), inputs, create_graph=True)[0]
+            .square()
+            .sum(),
+            inputs,
+        ),
+        rtol=1e-4,
+        atol=1e-4,
+    )

@@ -101,7 +101,13 @@ def torchs(case: Case, direction: str, t: Operands, *, compile: bool = False, gr
 
 def _train(forward: Callable[[Tensor, Tensor], Tensor], t: Operands) -> Run:
     x, weight = t.x.detach().requires_grad_(), t.weight.detach().requires_grad_()
-    return lambda: torch.autograd.grad(forward(x, weight), (x, weight), t.grad)
+
+    def step() -> tuple[Tensor | None, Tensor | None]:
+        x.grad = weight.grad = None
+        forward(x, weight).backward(t.grad)
+        return x.grad, weight.grad
+
+    return step
 
 
 def _torch_forward(case: Case, x: Tensor, weight: Tensor) -> Tensor:

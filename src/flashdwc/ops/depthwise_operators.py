@@ -147,6 +147,23 @@ def _save(ctx: Any, tensors: Sequence[Tensor], constants: tuple) -> None:
         ctx.looks = first.shape, second.shape, second.stride()
 
 
+def _wanted(ctx: Any) -> tuple[bool, ...]:
+    """Which gradients this backward pass asks for: of those that could be, perhaps one, as in ``torch.autograd.grad(y, x)``."""
+    need = ctx.needs_input_grad
+    if not (need[0] and need[1]):
+        return need
+    if not _engine_wants(ctx, 1):  # first, as it is the likelier to be a leaf, of which asking may be slow
+        return (True, False, *need[2:])
+    return (_engine_wants(ctx, 0), *need[1:])
+
+
+def _engine_wants(ctx: Any, i: int) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(ctx.next_functions[i][0])
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return True  # a leaf that torch.autograd.grad was asked for, or a context without a graph
+
+
 def _looks(ctx: Any, first: Tensor | None, second: Tensor | None) -> tuple:
     """Size of the first factor, size and strides of the second."""
     if first is None or second is None:
@@ -160,7 +177,7 @@ def _gradient_of_weight(dy: Tensor, x: Tensor, size: Sequence[int], strides: Seq
 
 def _backward_forward(ctx: Any, g: Tensor) -> tuple:
     x, w = ctx.saved_tensors
-    need, geometry = ctx.needs_input_grad, ctx.kept
+    need, geometry = _wanted(ctx), ctx.kept
     input_size, weight_size, weight_stride = _looks(ctx, x, w)
     if need[0] and need[1] and 0 in g.stride():  # as of ``y.sum()``: copied here once, not by each gradient
         g = g.contiguous(memory_format=native.output_format(x, w))
@@ -172,7 +189,7 @@ def _backward_forward(ctx: Any, g: Tensor) -> tuple:
 
 def _backward_input_grad(ctx: Any, g: Tensor) -> tuple:
     dy, w = ctx.saved_tensors
-    need, (_, *geometry) = ctx.needs_input_grad, ctx.kept
+    need, (_, *geometry) = _wanted(ctx), ctx.kept
     _, weight_size, weight_stride = _looks(ctx, dy, w)
     ddy = forward(g, w, None, *geometry) if need[0] else None
     dw = _gradient_of_weight(dy, g, weight_size, weight_stride, tuple(geometry)) if need[1] else None
@@ -181,7 +198,7 @@ def _backward_input_grad(ctx: Any, g: Tensor) -> tuple:
 
 def _backward_weight_grad(ctx: Any, g: Tensor) -> tuple:
     dy, x = ctx.saved_tensors
-    need, (_, _, *geometry) = ctx.needs_input_grad, ctx.kept
+    need, (_, _, *geometry) = _wanted(ctx), ctx.kept
     _, input_size, _ = _looks(ctx, dy, x)
     ddy = forward(x, g, None, *geometry) if need[0] else None
     dx = input_grad(dy, g, input_size, *geometry) if need[1] else None
