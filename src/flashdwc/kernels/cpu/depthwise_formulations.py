@@ -19,7 +19,8 @@ Forward
   one channel                         no kernel is depthwise for it: the batch becomes the channels
   unequal padding                     both sides padded by the larger amount, the result cropped
   channel multiplier                  input channels repeated
-  float16                             float32 and back: it has no kernel
+  bfloat16, contiguous, 7-11 columns  the pixel kernel on a channels_last copy
+  float16                             float32 and back, but where AVX-512 computes in it: few columns, inside a door
   float64; stride with wide dilation  PyTorch's convolution if the weights are finite, else a sum over taps
 
 Input gradient
@@ -51,6 +52,10 @@ _REGISTER_BLOCK = {"AVX512": 6, "AVX2": 4}.get(torch.backends.cpu.get_cpu_capabi
 if not torch.backends.mkldnn.is_available():
     _REGISTER_BLOCK = 0
 _HAS_BFLOAT16_KERNELS = _REGISTER_BLOCK == 6 and torch.cpu._is_avx512_bf16_supported()
+_HAS_FLOAT16_KERNELS = _REGISTER_BLOCK == 6 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+# Filter columns up to which float16 kernels beat those of float32 between two copies, in channels_last and contiguous.
+_FLOAT16_PIXEL_COLUMNS, _FLOAT16_PLANAR_COLUMNS = 11, 7
+_SLOW_PLANAR_BFLOAT16_COLUMNS = range(7, 12)
 # oneDNN's bfloat16 kernels never return for some numbers of channels and threads and at least so many columns of the filter.
 _HANGING_COLUMNS = 14
 # Filter columns for which the pixel kernel is no faster than the planar one, and those for which it is far slower.
@@ -99,13 +104,14 @@ def choose_forward(
     one_tap_on_padding = math.prod(kernel) == 1 and max(padding) > 0  # goes to a matrix product
     if dtype is torch.float64 or not _REGISTER_BLOCK or one_tap_on_padding:
         return "guarded"
-    if not _has_kernels(dtype, w_size):
+    channels_last = like_channels_last(size, strides) or like_channels_last(w_size, w_strides)
+    float16 = dtype is torch.float16 and rank == 2 and not dilated and _has_float16_kernel(kernel[1], channels_last)
+    if not _has_kernels(dtype, w_size) and not float16:
         return "float32"
     if w_size[0] != size[1]:
         return "multiplier"
     if size[1] == 1:
         return "one channel"
-    channels_last = like_channels_last(size, strides) or like_channels_last(w_size, w_strides)
     transposable = rank == 2 and max(stride) == 1 and max(padding) < min(kernel)
     if not dilated and (channels_last or rank == 3):
         return "transposed" if transposable and _pixels_are_slower(kernel[1], min(size[2:])) else "direct"
@@ -113,7 +119,10 @@ def choose_forward(
     refused = channels_last and columns <= _FEW_COLUMNS and padding[-1] > _NARROW_PADDING
     narrow = enters_planar_kernel(padding[-1], columns) and not refused
     if rank == 2 and narrow and all(p <= d * (k - 1) for p, d, k in zip(padding[::2], dilation, kernel)):
-        return "direct"
+        slow = dtype is torch.bfloat16 and not dilated and not channels_last
+        return "pixel" if slow and kernel[1] in _SLOW_PLANAR_BFLOAT16_COLUMNS else "direct"
+    if float16:
+        return "float32"
     if not dilated:
         return "transposed" if transposable and _REGISTER_BLOCK == 4 else "pixel"
     return "dilation phases" if max(stride) == 1 else "guarded"
@@ -198,6 +207,10 @@ def _pixels_are_slower(columns: int, map_side: int) -> bool:
     if _REGISTER_BLOCK == 4:
         return 5 <= columns and map_side >= max(28, 1.8 * columns)
     return columns in _SLOWEST_PIXEL_COLUMNS and map_side >= _SMALL_MAP
+
+
+def _has_float16_kernel(columns: int, channels_last: bool) -> bool:
+    return _HAS_FLOAT16_KERNELS and columns <= (_FLOAT16_PIXEL_COLUMNS if channels_last else _FLOAT16_PLANAR_COLUMNS)
 
 
 def _has_kernels(dtype: torch.dtype, w_size: Ints) -> bool:
