@@ -30,6 +30,18 @@ def fails(capsys, code: int, *arguments: str) -> str:
     return lines[0]
 
 
+def test_a_model_of_a_package_that_is_missing(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert "timm is not installed: pip install" in fails(capsys, 1, "explain", "timm:convnext_atto")
+    assert "not installed: timm (pip install" in fails(capsys, 2, "explain", "convnext_atto")
+
+
+def test_a_near_name_of_two_packages_is_told_once(capsys):
+    near = fails(capsys, 2, "explain", "vgg133").partition("did you mean ")[2].rstrip("?)").split(", ")
+    assert "vgg13" in near
+    assert len(set(near)) == len(near)
+
+
 def test_runs_as_a_module():
     command = [sys.executable, "-m", "flashdwc", "--version"]
     home = {**os.environ, "PYTHONPATH": str(Path(flashdwc.__file__).parents[1])}  # also where it is not installed

@@ -70,5 +70,5 @@ def write_text(path: Path, text: str) -> Path:
 
 def closest(name: str, known: Iterable[str], count: int = 3) -> str:
     """`` (did you mean a, b?)``, or nothing where nothing is near."""
-    near = get_close_matches(name, list(known), n=count, cutoff=0.5)
+    near = get_close_matches(name, list(dict.fromkeys(known)), n=count, cutoff=0.5)
     return f" (did you mean {', '.join(near)}?)" if near else ""

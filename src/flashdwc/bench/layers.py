@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .friendly import UserError, closest
+from .friendly import UserError, closest, require
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -25,6 +25,8 @@ def build_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     prefix, _, bare = name.rpartition(":")
     if prefix not in ("", *_COLLECTIONS):
         raise UserError(f"unknown collection {prefix!r}: expected {', '.join(_COLLECTIONS)}", code=2)
+    if prefix in _PACKAGES:
+        require(prefix)
     known: list[str] = []
     for collection, (names, build) in _COLLECTIONS.items():
         if prefix in ("", collection):
@@ -32,7 +34,9 @@ def build_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:
             if bare in available:
                 return build(bare)
             known += available
-    raise UserError(f"unknown model {name!r}{closest(bare, known)}", code=2)
+    missing = [package for package in _PACKAGES if find_spec(package) is None]
+    hint = f"; not installed: {', '.join(missing)} (pip install 'flashdwc[bench]')" if missing else ""
+    raise UserError(f"unknown model {name!r}{closest(bare, known)}{hint}", code=2)
 
 
 def _our_names() -> list[str]:
@@ -73,6 +77,7 @@ def _build_torchvision(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     return import_module("torchvision.models").get_model(name, weights=None), (3, 224, 224)
 
 
+_PACKAGES = "timm", "torchvision"  # that have models and may be missing
 Build = Callable[[str], tuple[nn.Module, tuple[int, ...]]]
 _COLLECTIONS: dict[str, tuple[Callable[[], list[str]], Build]] = {
     "flashdwc": (_our_names, _build_ours),
