@@ -153,6 +153,12 @@ def test_only_the_gradients_that_are_asked_for_are_computed(leaf, monkeypatch):
             patch.setattr(depthwise_operators, other, forbidden)
             found = torch.autograd.grad(y.square().sum(), inputs[i], retain_graph=True)
         torch.testing.assert_close(found, expected)
+    bias = torch.zeros(3, requires_grad=True)
+    y = depthwise_conv2d(*inputs, bias)
+    with monkeypatch.context() as patch:
+        for operator in ("weight_grad", "input_grad"):
+            patch.setattr(depthwise_operators, operator, forbidden)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), bias)[0], torch.full((3,), 16.0))
     both = torch.autograd.grad(depthwise_conv2d(*inputs).square().sum(), inputs, create_graph=True)
     penalty = both[0].square().sum()
     torch.testing.assert_close(

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+INSTALL = "pip install 'flashdwc[bench]'"
 _OS_REASONS = {
     errno.ENOSPC: "no space left on the disk",
     errno.EDQUOT: "the disk quota is used up",
@@ -44,7 +45,7 @@ def require(module: str) -> Any:
     except ImportError as error:
         if error.name and error.name.split(".")[0] != module.split(".")[0]:
             raise
-        raise UserError(f"{module.split('.')[0]} is not installed: pip install 'flashdwc[bench]'") from error
+        raise UserError(f"{module.split('.')[0]} is not installed: {INSTALL}") from error
 
 
 def output_folder(path: str | Path) -> Path:

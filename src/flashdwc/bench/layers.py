@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .friendly import UserError, closest, require
+from .friendly import INSTALL, UserError, closest, require
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -35,7 +35,7 @@ def build_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:
                 return build(bare)
             known += available
     missing = [package for package in _PACKAGES if find_spec(package) is None]
-    hint = f"; not installed: {', '.join(missing)} (pip install 'flashdwc[bench]')" if missing else ""
+    hint = f"; not installed: {', '.join(missing)} ({INSTALL})" if missing else ""
     raise UserError(f"unknown model {name!r}{closest(bare, known)}{hint}", code=2)
 
 

@@ -150,11 +150,9 @@ def _save(ctx: Any, tensors: Sequence[Tensor], constants: tuple) -> None:
 def _wanted(ctx: Any) -> tuple[bool, ...]:
     """Which gradients this backward pass asks for: of those that could be, perhaps one, as in ``torch.autograd.grad(y, x)``."""
     need = ctx.needs_input_grad
-    if not (need[0] and need[1]):
+    if need.count(True) == 1:
         return need
-    if not _engine_wants(ctx, 1):  # first, as it is the likelier to be a leaf, of which asking may be slow
-        return (True, False, *need[2:])
-    return (_engine_wants(ctx, 0), *need[1:])
+    return tuple(possible and _engine_wants(ctx, i) for i, possible in enumerate(need))
 
 
 def _engine_wants(ctx: Any, i: int) -> bool:

@@ -119,7 +119,7 @@ def choose_forward(
     refused = channels_last and columns <= _FEW_COLUMNS and padding[-1] > _NARROW_PADDING
     narrow = enters_planar_kernel(padding[-1], columns) and not refused
     if rank == 2 and narrow and all(p <= d * (k - 1) for p, d, k in zip(padding[::2], dilation, kernel)):
-        slow = dtype is torch.bfloat16 and not dilated and not channels_last
+        slow = dtype is torch.bfloat16 and not dilated
         return "pixel" if slow and kernel[1] in _SLOW_PLANAR_BFLOAT16_COLUMNS else "direct"
     if float16:
         return "float32"

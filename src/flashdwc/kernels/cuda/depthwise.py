@@ -139,13 +139,13 @@ def _plan_weight_grad(engine: Any, problem: Problem, dy: Tensor, x: Tensor, size
 _CONV: dict[Any, Callable] = {
     pairs: pairs.conv_pairs,
     stream: stream.conv_stream,
-    maps: lambda problem, limit: maps.conv_maps(problem, limit),
+    maps: maps.conv_maps,
     planar: lambda problem, _: planar.conv_strip(problem),
     direct: lambda problem, _: direct.conv_strip(problem),
     tensor_core: conv_tile,
 }
 _WEIGHT_GRAD: dict[Any, Callable] = {
-    maps: lambda problem, limit: maps.weight_grad_maps(problem, limit),
+    maps: maps.weight_grad_maps,
     planar: lambda problem, _: planar.weight_grad_strip(problem),
     direct: lambda problem, _: direct.weight_grad_strip(problem),
     tensor_core: weight_grad_tile,

@@ -24,14 +24,8 @@ __device__ __forceinline__ void spread(u16* to, const u16* from, int maps, int r
     Octet v;
     v.quad = make_uint4(0, 0, 0, 0);
 #pragma unroll
-    for (int e = 0; e < 8; e += vec) {
-      if (column + e >= columns) continue;
-      const auto piece = *reinterpret_cast<const typename Access<vec>::type*>(source + e);
-      if constexpr (vec == 8) v.quad = piece;
-      if constexpr (vec == 4) v.word[e / 2] = piece.x, v.word[e / 2 + 1] = piece.y;
-      if constexpr (vec == 2) v.word[e / 2] = piece;
-      if constexpr (vec == 1) v.word[e / 2] |= u32(piece) << e % 2 * 16;
-    }
+    for (int e = 0; e < 8; e += vec)
+      if (column + e < columns) insert<vec>(v, e, *reinterpret_cast<const typename Access<vec>::type*>(source + e));
     uint4* place = reinterpret_cast<uint4*>(to + (map * map_rows + row * up_h) * pitch + column * up_w);
     static_assert(up_w <= 2);
     if constexpr (up_w == 1) {

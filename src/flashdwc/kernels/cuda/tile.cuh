@@ -38,6 +38,14 @@ __device__ __forceinline__ void transpose(const Octet (&in)[8], Octet (&out)[8])
   }
 }
 
+// Puts an access of width elements into an octet, of which they are those from e on; a single element into zeros.
+template <int width> __device__ __forceinline__ void insert(Octet& v, int e, typename Access<width>::type piece) {
+  if constexpr (width == 8) v.quad = piece;
+  if constexpr (width == 4) { v.word[e / 2] = piece.x; v.word[e / 2 + 1] = piece.y; }
+  if constexpr (width == 2) v.word[e / 2] = piece;
+  if constexpr (width == 1) v.word[e / 2] |= u32(piece) << e % 2 * 16;
+}
+
 // Reads 8 elements, width at a time, those for which inside(e) holds of the first of each width; the others are zero.
 template <int width, class Inside> __device__ __forceinline__ Octet read8(const u16* p, Inside inside) {
   using T = typename Access<width>::type;
@@ -52,12 +60,7 @@ template <int width, class Inside> __device__ __forceinline__ Octet read8(const 
   } else {
 #pragma unroll
     for (int e = 0; e < 8; e += width)
-      if (inside(e)) {
-        T piece = __ldg(reinterpret_cast<const T*>(p + e));
-        if constexpr (width == 8) v.quad = piece;
-        if constexpr (width == 4) { v.word[e / 2] = piece.x; v.word[e / 2 + 1] = piece.y; }
-        if constexpr (width == 2) v.word[e / 2] = piece;
-      }
+      if (inside(e)) insert<width>(v, e, __ldg(reinterpret_cast<const T*>(p + e)));
   }
   return v;
 }
