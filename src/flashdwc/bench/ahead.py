@@ -14,7 +14,7 @@ from ..core.backend import Explanation, explain
 from ..ops import depthwise_conv2d
 from .case import DTYPES, LAYOUTS, Case, is_shape, parse
 from .friendly import UserError
-from .layers import build_model, record_layers
+from .layers import build_model, in_layout, record_layers
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def warm_up(what: str, request: Request, device: torch.device) -> Iterator[str]:
     for shape, dtype in request.calls(own_input):
         x = torch.randn(shape, device=device).to(DTYPES[dtype])
         x = x.contiguous(memory_format=LAYOUTS[request.layout])
-        model.to(DTYPES[dtype]).to(memory_format=LAYOUTS[request.layout])
+        in_layout(model.to(DTYPES[dtype]), request.layout)
         start = time.perf_counter()
         try:
             _total(model(x)).backward()
@@ -113,7 +113,7 @@ def _meta_call(
     x = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
     if len(shape) == 4:
         x = x.contiguous(memory_format=LAYOUTS[layout])
-        model.to(memory_format=LAYOUTS[layout])
+        in_layout(model, layout)
     model.to(dtype=DTYPES[dtype]).eval()
     try:
         with torch.no_grad():

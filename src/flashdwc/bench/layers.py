@@ -7,14 +7,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from .case import LAYOUTS
 from .friendly import INSTALL, UserError, closest, require
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def in_layout(model: Model, layout: str) -> Model:
+    """The model itself, its parameters in this memory format."""
+    move: Any = model.to  # releases of torch before 2.14 take memory_format but do not declare it
+    return move(memory_format=LAYOUTS[layout])
 
 
 def build_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:

@@ -16,7 +16,7 @@ import flashdwc
 
 from ..bench.case import LAYOUTS
 from ..bench.friendly import UserError, os_error, require
-from ..bench.layers import record_layers
+from ..bench.layers import in_layout, record_layers
 from ..bench.timers import Timing, compare
 from ..convert import convert
 
@@ -160,11 +160,10 @@ def measure_network(name: str, stock: nn.Module, batch: Tensor, *, seconds: floa
 def _compare_networks(
     stock: nn.Module, converted: nn.Module, batch: Tensor, mode: str, layout: str, seconds: float
 ) -> Pair:
-    memory_format = LAYOUTS[layout]
-    x = batch.contiguous(memory_format=memory_format)
+    x = batch.contiguous(memory_format=LAYOUTS[layout])
     runs: dict[str, Any] = {}
     for side, model in (("stock", stock), ("ours", converted)):
-        copied = copy.deepcopy(model).to(memory_format=memory_format)
+        copied = in_layout(copy.deepcopy(model), layout)
         runs[side] = _inference(copied, x) if mode == "inference" else _training_step(copied, x)
         runs[side]()  # warm-up: compiles what there is to compile
     timings = compare(runs, batch.device, seconds=seconds, max_rounds=30)
