@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,29 +33,37 @@ def _why_not_here(x: Tensor) -> str | None:
     return jit.why_unavailable()
 
 
-# Which kernel is the fastest was measured on an H200.
+class Way(NamedTuple):
+    """How a problem is computed: by which kernel family, in which of its layouts."""
+
+    engine: Any
+    layout: Any
 
 
-def _conv_engine(problem: Problem, limit: int) -> Any:
-    if pairs.conv_pairs(problem, limit) is not None:
-        return pairs
-    if stream.conv_stream(problem, limit) is not None:
-        return stream
-    if maps.conv_maps(problem, limit) is not None:
-        return maps
+# Which way is the fastest was measured on an H200.
+
+
+def _conv_way(problem: Problem, limit: int) -> Way:
+    for engine, choose in ((pairs, pairs.conv_pairs), (stream, stream.conv_stream), (maps, maps.conv_maps)):
+        if (layout := choose(problem, limit)) is not None:
+            return Way(engine, layout)
     if planar.suits(problem):
-        return planar
+        return Way(planar, planar.conv_strip(problem))
     narrow = problem.inner.vector < 4 or (problem.inner.vector == 4 and problem.outputs <= 4_000_000)
-    return direct if _prefers_direct(problem, narrow) else tensor_core
+    if _prefers_direct(problem, narrow):
+        return Way(direct, direct.conv_strip(problem))
+    return Way(tensor_core, conv_tile(problem.folded, limit))
 
 
-def _weight_grad_engine(problem: Problem, limit: int) -> Any:
-    if maps.weight_grad_maps(problem, limit) is not None:
-        return maps
+def _weight_grad_way(problem: Problem, limit: int) -> Way:
+    if (layout := maps.weight_grad_maps(problem, limit)) is not None:
+        return Way(maps, layout)
     if planar.suits_weight_grad(problem):
-        return planar
+        return Way(planar, planar.weight_grad_strip(problem))
     small = problem.outputs <= 1_000_000 and problem.horizontal.out <= 14
-    return direct if _prefers_direct(problem, small or problem.inner.vector < 4) else tensor_core
+    if _prefers_direct(problem, small or problem.inner.vector < 4):
+        return Way(direct, direct.weight_grad_strip(problem))
+    return Way(tensor_core, weight_grad_tile(problem.folded, limit))
 
 
 def _prefers_direct(problem: Problem, tiles_suffer: bool) -> bool:
@@ -65,15 +73,9 @@ def _prefers_direct(problem: Problem, tiles_suffer: bool) -> bool:
 
 
 def _backend(
-    pose: Callable[..., Problem],
-    plan_with: Callable[..., Plan],
-    engine_of: Callable[[Problem, int], Any],
-    layouts: dict[Any, Callable],
+    pose: Callable[..., Problem], way_of: Callable[[Problem, int], Way], plan_with: Callable[..., Plan]
 ) -> Backend:
-    """``pose`` turns the operator's arguments into a problem; ``engine_of`` chooses the kernel family that ``plan_with`` plans.
-
-    ``layouts`` has for each family the function that lays the work of a problem out.
-    """
+    """``pose`` turns the operator's arguments into a problem, ``way_of`` chooses a way, which ``plan_with`` plans."""
 
     def why_not(*args: Any) -> str | None:
         if (why := _why_not_here(args[0])) is not None:
@@ -81,22 +83,22 @@ def _backend(
         problem, limit = pose(*args), tensor_core.shared_limit(args[0].device)
         if max(problem.images, problem.vertical.size, problem.horizontal.size, problem.horizontal.out) >= 2**31:
             return "a dimension of 2^31 or more"
-        if problem.empty or engine_of(problem, limit) is not tensor_core:
+        if problem.empty:
             return None
-        return tensor_core.why_no_tile(layouts[tensor_core](problem.folded, limit), problem.folded, limit)
+        engine, layout = way_of(problem, limit)
+        return tensor_core.why_no_tile(layout, problem.folded, limit) if engine is tensor_core else None
 
     def plan(*args: Any) -> Plan:
         problem = pose(*args)
-        return plan_with(engine_of(problem, tensor_core.shared_limit(args[0].device)), problem, *args)
+        way = None if problem.empty else way_of(problem, tensor_core.shared_limit(args[0].device))
+        return plan_with(way, problem, *args)
 
     def describe(*args: Any) -> str:
-        problem, limit = pose(*args), tensor_core.shared_limit(args[0].device)
+        problem = pose(*args)
         if problem.empty:
             return "nothing to compute"
-        engine = engine_of(problem, limit)
-        if engine is tensor_core:
-            problem = problem.folded
-        return engine.describe(problem, layouts[engine](problem, limit))
+        engine, layout = way_of(problem, tensor_core.shared_limit(args[0].device))
+        return engine.describe(problem, layout)
 
     return Backend("cuda", why_not, plan, describe=describe)
 
@@ -113,43 +115,29 @@ def _pose_weight_grad(dy: Tensor, x: Tensor, weight_size, weight_stride, stride,
     return weight_grad_problem(dy, x, weight_size, stride, padding, dilation)
 
 
-def _plan_forward(engine: Any, problem: Problem, x: Tensor, w: Tensor, *_: Any) -> Plan:
+def _plan_forward(way: Way | None, problem: Problem, x: Tensor, w: Tensor, *_: Any) -> Plan:
     size = (problem.images, problem.channels, problem.vertical.out, problem.horizontal.out)
-    return _plan_conv(engine, problem, x, size, output_format(x, w), False)
+    return _plan_conv(way, problem, x, size, output_format(x, w), False)
 
 
-def _plan_input_grad(engine: Any, problem: Problem, dy: Tensor, w: Tensor, input_size, *_: Any) -> Plan:
-    return _plan_conv(engine, problem, dy, input_size, output_format(dy, w), True)
+def _plan_input_grad(way: Way | None, problem: Problem, dy: Tensor, w: Tensor, input_size, *_: Any) -> Plan:
+    return _plan_conv(way, problem, dy, input_size, output_format(dy, w), True)
 
 
-def _plan_conv(engine: Any, problem: Problem, source: Tensor, size, memory_format, rotate: bool) -> Plan:
-    if problem.empty:
+def _plan_conv(way: Way | None, problem: Problem, source: Tensor, size, memory_format, rotate: bool) -> Plan:
+    if way is None:
         return lambda *_: torch.empty(
             tuple(size), dtype=source.dtype, device=source.device, memory_format=memory_format
         )
-    return engine.plan_conv(problem, source, size, memory_format, rotate)
+    return way.engine.plan_conv(problem, way.layout, source, size, memory_format, rotate)
 
 
-def _plan_weight_grad(engine: Any, problem: Problem, dy: Tensor, x: Tensor, size, strides, *_: Any) -> Plan:
-    if problem.empty:
+def _plan_weight_grad(way: Way | None, problem: Problem, dy: Tensor, x: Tensor, size, strides, *_: Any) -> Plan:
+    if way is None:
         return lambda *_: torch.empty_strided(size, strides, dtype=dy.dtype, device=dy.device).zero_()
-    return engine.plan_weight_grad(problem, dy, x, size, strides)
+    return way.engine.plan_weight_grad(problem, way.layout, dy, x, size, strides)
 
 
-_CONV: dict[Any, Callable] = {
-    pairs: pairs.conv_pairs,
-    stream: stream.conv_stream,
-    maps: maps.conv_maps,
-    planar: lambda problem, _: planar.conv_strip(problem),
-    direct: lambda problem, _: direct.conv_strip(problem),
-    tensor_core: conv_tile,
-}
-_WEIGHT_GRAD: dict[Any, Callable] = {
-    maps: maps.weight_grad_maps,
-    planar: lambda problem, _: planar.weight_grad_strip(problem),
-    direct: lambda problem, _: direct.weight_grad_strip(problem),
-    tensor_core: weight_grad_tile,
-}
-forward = _backend(_pose_forward, _plan_forward, _conv_engine, _CONV)
-input_grad = _backend(_pose_input_grad, _plan_input_grad, _conv_engine, _CONV)
-weight_grad = _backend(_pose_weight_grad, _plan_weight_grad, _weight_grad_engine, _WEIGHT_GRAD)
+forward = _backend(_pose_forward, _conv_way, _plan_forward)
+input_grad = _backend(_pose_input_grad, _conv_way, _plan_input_grad)
+weight_grad = _backend(_pose_weight_grad, _weight_grad_way, _plan_weight_grad)

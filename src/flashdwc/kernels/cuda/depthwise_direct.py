@@ -146,10 +146,14 @@ def _strip_grid(problem: Problem, strip: Strip) -> tuple[int, int, int, int]:
 
 
 def plan_conv(
-    problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
+    problem: Problem,
+    strip: Strip,
+    source: Tensor,
+    result_size: Sequence[int],
+    memory_format: torch.memory_format,
+    rotate: bool,
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
-    strip = conv_strip(problem)
     strips, across, down, channel_blocks = _strip_grid(problem, strip)
     numbers = strips, problem.channels, *conv_sizes(problem), across, down, channel_blocks
     blocks = channel_blocks * _strip_blocks(source.device, channel_blocks, -(-strips // strip.strips))
@@ -163,8 +167,7 @@ def _strip_blocks(device: torch.device, channel_blocks: int, groups: int) -> int
     return max(1, min(groups, -(-slots // channel_blocks)))
 
 
-def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
-    strip = weight_grad_strip(problem)
+def plan_weight_grad(problem: Problem, strip: Strip, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
     strips, across, down, channel_blocks = _strip_grid(problem, strip)
     columns = _weight_grad_columns(problem, strip)
     groups_of_strips = -(-strips // strip.strips)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from ...core.backend import Plan
 from .depthwise_planar import is_narrow, narrow_macros, reaches, strips_of_plane
 from .depthwise_problem import Axis, Layout, Problem
-from .depthwise_tensor_core import conv_plan, conv_sizes, shared_limit, weight_grad_plan
+from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
 from .depthwise_tiles import round_up
 
 # What follows was measured on an H200, over the layers of networks.
@@ -208,10 +207,14 @@ def _grid(problem: Problem, maps: Maps, device: torch.device) -> tuple[int, int,
 
 
 def plan_conv(
-    problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
+    problem: Problem,
+    maps: Maps,
+    source: Tensor,
+    result_size: Sequence[int],
+    memory_format: torch.memory_format,
+    rotate: bool,
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
-    maps: Any = conv_maps(problem, shared_limit(source.device))
     macros, shared = conv_macros(problem, maps)
     blocks, splits, sizes = _grid(problem, maps, source.device)
     shape = {"blocks": blocks, "threads": maps.threads, "shared_bytes": shared}
@@ -220,8 +223,7 @@ def plan_conv(
     return conv_plan("depthwise_maps", problem, macros, numbers, source, result_size, memory_format, rotate, **shape)
 
 
-def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
-    maps: Any = weight_grad_maps(problem, shared_limit(x.device))
+def plan_weight_grad(problem: Problem, maps: Maps, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
     macros, shared = weight_grad_macros(problem, maps)
     blocks, splits, sizes = _grid(problem, maps, x.device)
     shape = {"blocks": blocks, "threads": maps.threads, "shared_bytes": shared}

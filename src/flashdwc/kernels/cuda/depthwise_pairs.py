@@ -11,7 +11,6 @@ from torch import Tensor
 from ...core.backend import Plan
 from .depthwise_problem import Problem
 from .depthwise_stream import ENOUGH_OUTPUTS, describe_steps, plan_strips
-from .depthwise_tensor_core import shared_limit
 from .depthwise_tiles import round_up
 
 SIDES = range(3, 6)  # of a filter: with fewer rows other kernels are faster, with more the mma is short of work
@@ -59,7 +58,6 @@ def describe(problem: Problem, pairs: Pairs) -> str:
     return f"tensor cores, pairs of pixels, {describe_steps(pairs)}"
 
 
-def plan_conv(problem: Problem, source: Tensor, *result: Any) -> Plan:
+def plan_conv(problem: Problem, pairs: Pairs, source: Tensor, *result: Any) -> Plan:
     """Forward or input gradient: the plan takes the source, the weight and perhaps a bias."""
-    pairs = conv_pairs(problem, shared_limit(source.device))
     return plan_strips("depthwise_pairs", problem, pairs, macros, source, *result)

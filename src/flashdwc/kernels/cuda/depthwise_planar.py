@@ -135,10 +135,14 @@ def _common_macros(problem: Problem, strip: Strip) -> dict[str, int]:
 
 
 def plan_conv(
-    problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
+    problem: Problem,
+    strip: Strip,
+    source: Tensor,
+    result_size: Sequence[int],
+    memory_format: torch.memory_format,
+    rotate: bool,
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
-    strip = conv_strip(problem)
     across, strips = strips_of_plane(problem, strip.rows)
     planes = problem.images * problem.channels
     groups = -(-planes // strip.planes)
@@ -150,8 +154,7 @@ def plan_conv(
     return conv_plan("depthwise_planar", problem, macros, numbers, source, result_size, memory_format, rotate, **shape)
 
 
-def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
-    strip = weight_grad_strip(problem)
+def plan_weight_grad(problem: Problem, strip: Strip, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
     across, strips = strips_of_plane(problem, strip.rows)
     all_strips, channel_blocks = problem.images * strips, -(-problem.channels // strip.planes)
     columns = channel_blocks * (problem.vertical.k // strip.height)

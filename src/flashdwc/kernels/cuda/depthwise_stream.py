@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...core.backend import Plan
 from .depthwise_problem import Problem
-from .depthwise_tensor_core import conv_plan, conv_sizes, shared_limit
+from .depthwise_tensor_core import conv_plan, conv_sizes
 from .depthwise_tiles import lead_and_shift, octet_pitch, pitches, round_up
 
 ENOUGH_OUTPUTS = 16_000_000  # that the steps of a strip outweigh its start
@@ -111,16 +111,15 @@ def describe_steps(layout: Layout) -> str:
     return f"streamed in steps of {size}, {layout.warps} warps"
 
 
-def plan_conv(problem: Problem, source: Tensor, *result: Any) -> Plan:
+def plan_conv(problem: Problem, stream: Stream, source: Tensor, *result: Any) -> Plan:
     """Forward or input gradient: the plan takes the source, the weight and perhaps a bias."""
-    stream = conv_stream(problem, shared_limit(source.device))
     return plan_strips("depthwise_stream", problem, stream, macros, source, *result)
 
 
 def plan_strips(
     kernel: str,
     problem: Problem,
-    layout: Layout | None,
+    layout: Layout,
     macros: Callable[..., tuple[dict[str, int], int]],
     source: Tensor,
     result_size: Sequence[int],
@@ -128,8 +127,6 @@ def plan_strips(
     rotate: bool,
 ) -> Plan:
     """The plan of a kernel whose blocks stay, one on each multiprocessor, and walk through strips (``strips.cuh``)."""
-    if layout is None:
-        raise RuntimeError(f"{kernel} does not suit the problem: ask for its layout first")
     definitions, shared = macros(problem, layout)
     channel_blocks = -(-problem.channels // layout.channels)
     multiprocessors = torch.cuda.get_device_properties(source.device).multi_processor_count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch._C._dynamo import guards
 from ...core import jit
 from ...core.backend import Plan
 from .depthwise_problem import Problem, dense_layout, readable
-from .depthwise_tiles import Tile, conv_macros, conv_tile, grid, weight_grad_macros, weight_grad_tile
+from .depthwise_tiles import Tile, conv_macros, grid, weight_grad_macros
 
 empty_strided = guards._empty_strided_cuda  # type: ignore[attr-defined]  # on the current device; half the host time
 TENSOR4 = "5q"  # struct Tensor4
@@ -42,20 +42,17 @@ def describe(problem: Problem, tile: Tile) -> str:
     return f"tensor cores, tile {size}, {tile.warps} warps"
 
 
-def _fit(problem: Problem, device: torch.device, tile_of: Callable, macros_of: Callable) -> tuple:
-    """The tile for a device, its macros, its shared memory and its grid."""
-    folded, limit = problem.folded, shared_limit(device)
-    tile = tile_of(folded, limit)
-    if tile is None:
-        raise RuntimeError(why_no_tile(tile, folded, limit))
-    return tile, *macros_of(folded, tile), grid(folded, tile)
-
-
 def plan_conv(
-    problem: Problem, source: Tensor, result_size: Sequence[int], memory_format: torch.memory_format, rotate: bool
+    problem: Problem,
+    tile: Tile,
+    source: Tensor,
+    result_size: Sequence[int],
+    memory_format: torch.memory_format,
+    rotate: bool,
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
-    tile, macros, shared, (blocks, across, down, channel_blocks) = _fit(problem, source.device, conv_tile, conv_macros)
+    macros, shared = conv_macros(problem.folded, tile)
+    blocks, across, down, channel_blocks = grid(problem.folded, tile)
     numbers = problem.images, problem.channels, *conv_sizes(problem), across, down, channel_blocks
     shape = {"blocks": blocks, "threads": 32 * tile.warps, "shared_bytes": shared}
     return conv_plan("depthwise_conv", problem, macros, numbers, source, result_size, memory_format, rotate, **shape)
@@ -124,9 +121,9 @@ def conv_runner(launch: jit.Launcher, source: Tensor, size: tuple[int, ...], str
     return run
 
 
-def plan_weight_grad(problem: Problem, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
-    tile, macros, shared, sizes = _fit(problem, x.device, weight_grad_tile, weight_grad_macros)
-    blocks, across, down, channel_blocks = sizes
+def plan_weight_grad(problem: Problem, tile: Tile, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
+    macros, shared = weight_grad_macros(problem.folded, tile)
+    blocks, across, down, channel_blocks = grid(problem.folded, tile)
     tiles, height_blocks = blocks // channel_blocks, -(-problem.vertical.k // tile.chunk)
     columns = channel_blocks * height_blocks
     splits = choose_splits(x.device, columns, tiles, tile.per_sm)
