@@ -135,12 +135,13 @@ def emulated_gpu(*operands: Tensor, capability: tuple[int, int] = (9, 0), multip
         Launcher.known.append(t)
         return t
 
+    properties = SimpleNamespace(name="emulated", multi_processor_count=multiprocessors)
     with ExitStack() as stack:
         for where, name, what in (
             (jit, "Launcher", Launcher),
             (depthwise_tensor_core, "empty_strided", empty_strided),
             (torch.cuda, "get_device_capability", lambda *_: capability),
-            (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=multiprocessors)),
+            (torch.cuda, "get_device_properties", lambda *_: properties),
             (torch._C, "_cuda_getDevice", lambda: None),
         ):
             stack.enter_context(patch.object(where, name, what, create=True))

@@ -101,7 +101,7 @@ def specialisations(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def find(arch: str, case: str, dtype: torch.dtype) -> list[tuple[str, dict]]:
         asked: list[tuple[str, dict]] = []
-        device = SimpleNamespace(multi_processor_count=MULTIPROCESSORS[arch])
+        device = SimpleNamespace(name=arch, multi_processor_count=MULTIPROCESSORS[arch])
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability(arch))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: device)
         monkeypatch.setattr(jit, "Launcher", lambda name, macros, *args, **kwargs: asked.append((name, dict(macros))))

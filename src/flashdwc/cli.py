@@ -86,7 +86,7 @@ def _refuse_model_options(options: argparse.Namespace) -> None:
 
 
 def _warmup(options: argparse.Namespace) -> None:
-    from .bench import ahead
+    from .bench import ahead, tuning
     from .bench.case import is_shape
 
     if is_shape(options.what):
@@ -96,7 +96,8 @@ def _warmup(options: argparse.Namespace) -> None:
         ahead.check(options.what)
         print("nothing to compile: on a CPU flashdwc runs PyTorch operators")
         return
-    for line in ahead.warm_up(options.what, _request(options), device):
+    work = tuning.tune_all if options.tune else ahead.warm_up
+    for line in work(options.what, _request(options), device):
         print(line, flush=True)
 
 
@@ -227,6 +228,11 @@ def _add_warmup(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("what", metavar="MODEL|SHAPE", help="a flashdwc, timm or torchvision model, or a shape")
+    command.add_argument(
+        "--tune",
+        action="store_true",
+        help="time every way to compute each layer and use the fastest from then on, on this machine",
+    )
     _add_model_options(command)
     command.set_defaults(run=_warmup)
 

@@ -47,7 +47,7 @@ def check(what: str) -> None:
 
 def explain_shape(text: str, device: torch.device) -> str:
     case, dtype, layout = parse(text)
-    x, weight = _operands(case, DTYPES[dtype], layout, device)
+    x, weight = operands(case, DTYPES[dtype], layout, device)
     return str(explain(depthwise_conv2d, x, weight, None, case.stride, case.pads, case.dilation))
 
 
@@ -59,9 +59,9 @@ def explain_model(name: str, request: Request, device: torch.device) -> str:
     reports = {layer.name: layer for layer in convert(model).layers}
     for shape, dtype in request.calls(own_input):
         rows = [("layer", "input", "kernel", "stride", "forward", "input grad", "weight grad", "floor ms", "why")]
-        for record in record_layers(*_meta_call(name, model, shape, dtype, request.layout)):
+        for record in record_layers(*meta_call(name, model, shape, dtype, request.layout)):
             layer, x = record.layer, record.input
-            start = (record.name, _times(x.shape), _times(layer.kernel_size), _times(layer.stride))
+            start = (record.name, times(x.shape), times(layer.kernel_size), times(layer.stride))
             if not hasattr(layer, "explain"):  # convert left it alone
                 rows.append((*start, "torch", "torch", "torch", "", reports[record.name].reason))
                 continue
@@ -71,7 +71,7 @@ def explain_model(name: str, request: Request, device: torch.device) -> str:
             rows.append((*start, explanation.chosen, *_gradients(explanation), _floor(explanation), explanation.reason))
         if len(rows) == 1:
             raise UserError(f"{name} has no depthwise layer that its input reaches")
-        parts.append(f"{name}, input {_times(shape)}, {dtype}, {request.layout}, on {device}\n{_aligned(rows)}")
+        parts.append(f"{name}, input {times(shape)}, {dtype}, {request.layout}, on {device}\n{_aligned(rows)}")
     return "\n\n".join(parts)
 
 
@@ -79,7 +79,7 @@ def warm_up(what: str, request: Request, device: torch.device) -> Iterator[str]:
     """Runs forward and backward once for each call; one line for each."""
     if is_shape(what):
         case, dtype, layout = parse(what)
-        x, weight = _operands(case, DTYPES[dtype], layout, device)
+        x, weight = operands(case, DTYPES[dtype], layout, device)
         x.requires_grad_()
         weight.requires_grad_()
         start = time.perf_counter()
@@ -98,17 +98,15 @@ def warm_up(what: str, request: Request, device: torch.device) -> Iterator[str]:
             _total(model(x)).backward()
         except (RuntimeError, ValueError) as error:
             raise _does_not_run(what, shape, error) from error
-        yield f"{what}, input {_times(shape)}, {dtype}, {request.layout}: {_seconds_since(start, device)}"
+        yield f"{what}, input {times(shape)}, {dtype}, {request.layout}: {_seconds_since(start, device)}"
 
 
-def _operands(case: Case, dtype: torch.dtype, layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def operands(case: Case, dtype: torch.dtype, layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
     x = torch.empty(case.input_shape, dtype=dtype, device=device, memory_format=LAYOUTS[layout])
     return x, torch.empty(case.weight_shape, dtype=dtype, device=device)
 
 
-def _meta_call(
-    name: str, model: nn.Module, shape: tuple[int, ...], dtype: str, layout: str
-) -> tuple[nn.Module, Tensor]:
+def meta_call(name: str, model: nn.Module, shape: tuple[int, ...], dtype: str, layout: str) -> tuple[nn.Module, Tensor]:
     """The model and its input, both without memory behind them."""
     x = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
     if len(shape) == 4:
@@ -125,7 +123,7 @@ def _meta_call(
 
 def _does_not_run(name: str, shape: tuple[int, ...], error: Exception) -> UserError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return UserError(f"{name} does not run on an input of {_times(shape)}: {reason}")
+    return UserError(f"{name} does not run on an input of {times(shape)}: {reason}")
 
 
 def _gradients(explanation: Explanation) -> tuple[str, str]:
@@ -153,7 +151,7 @@ def _seconds_since(start: float, device: torch.device) -> str:
     return f"{time.perf_counter() - start:.2f} s"
 
 
-def _times(sizes: Sequence[int]) -> str:
+def times(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes))
 
 

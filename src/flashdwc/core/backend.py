@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .config import IMPLEMENTATIONS, config
 from .errors import UnsupportedError
+from .tune import Alternatives
 
 # Takes the operator's tensor arguments; returns no view, as autograd forbids in-place changes of a custom function's.
 Plan = Callable[..., Tensor]
@@ -24,7 +25,7 @@ class Backend:
     ``why_not`` and ``prefer_not`` are cheap and pure and take the operator's arguments: ``why_not`` says why the call
     is not covered, ``prefer_not`` why ``impl="auto"`` had better take a later backend (it is covered, but slower).
     ``plan`` specialises the backend to the arguments' metadata: the callable it returns serves every later call with the
-    same metadata. ``describe`` names that specialisation.
+    same metadata. ``describe`` names that specialisation; ``alternatives`` are all that could be tried in its place.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Backend:
     plan: Callable[..., Plan]
     prefer_not: Callable[..., str | None] = lambda *args: None
     describe: Callable[..., str] = lambda *args: ""
+    alternatives: Callable[..., Alternatives | None] = lambda *args: None
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,13 @@ class Explanation:
 
 
 class Recorder:
-    """Passed as ``impl`` to a public function, it collects the explanation instead of running the operator."""
+    """Passed as ``impl`` to a public function, it collects the explanation instead of running the operator, and the calls of the
+    operator and of its gradients: operator, arguments."""
 
     def __init__(self, impl: str) -> None:
         self.impl = impl
         self.explanations: list[Explanation] = []
+        self.calls: list[tuple[Any, tuple]] = []
 
 
 def check_impl(impl: str) -> str:
@@ -100,13 +104,17 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     ``function`` is a public function of :mod:`flashdwc.ops`; tensors may live on any device, ``meta`` included.
     """
+    return record(function, *args, **kwargs).explanations[0]
+
+
+def record(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Recorder:
     if not getattr(function, "__module__", "").startswith("flashdwc.ops"):
         raise TypeError(
             f"function: expected a function of flashdwc.ops, got {function!r} (a layer has .explain(input))"
         )
     recorder = Recorder(kwargs.pop("impl", "auto"))
     function(*args, **kwargs, impl=recorder)
-    return recorder.explanations[0]
+    return recorder
 
 
 @lru_cache(maxsize=64)

@@ -232,8 +232,10 @@ class Operator:
     def _record(self, *args: Any) -> Tensor:
         recorder = args[-1]
         explanation = self.explain(*args)
-        explanation.gradients = [operator.explain(*inner) for operator, inner in self.gradients(*args)]
+        gradients = self.gradients(*args)
+        explanation.gradients = [operator.explain(*inner) for operator, inner in gradients]
         recorder.explanations.append(explanation)
+        recorder.calls += [(self, (*args[:-1], recorder.impl)), *gradients]
         return self.fake(*args).to("meta")
 
     def _register(self, schema: str, setup_context: Callable, backward: Callable, vmap: Callable) -> Any:

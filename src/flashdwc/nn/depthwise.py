@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from flashdwc.core.backend import Explanation, explain
+from flashdwc.core.backend import Explanation, Recorder, record
 from flashdwc.ops import depthwise_conv1d, depthwise_conv2d, depthwise_conv3d
 
 Size = int | tuple[int, ...] | list[int]
@@ -83,8 +83,12 @@ class _Depthwise:
 
     def explain(self, input: Tensor) -> Explanation:
         """Tells which backend would run this layer on ``input``, and why, without running it."""
+        return self.record(input).explanations[0]
+
+    def record(self, input: Tensor) -> Recorder:
+        """The explanation, and the operators' calls that this layer and its gradients would make."""
         geometry = self.stride, self._padding(input), self.dilation
-        return explain(self._operator, input, self.weight, self.bias, *geometry, padding_mode=self.padding_mode)
+        return record(self._operator, input, self.weight, self.bias, *geometry, padding_mode=self.padding_mode)
 
 
 class DepthwiseConv1d(_Depthwise, nn.Conv1d):

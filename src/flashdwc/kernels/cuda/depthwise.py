@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ...core import jit
 from ...core.backend import Backend, Plan
+from ...core.tune import Alternative, Alternatives, choice
 from ..native import output_format
 from . import depthwise_direct as direct
 from . import depthwise_maps as maps
@@ -39,6 +41,18 @@ class Way(NamedTuple):
     engine: Any
     layout: Any
 
+    @property
+    def name(self) -> str:
+        return f"{self.engine.__name__.rpartition('.')[2]}: {self.layout}"
+
+
+def _all_ways(problem: Problem, limit: int, layouts: str) -> list[Way]:
+    """``layouts``: the engines' function that lists them."""
+    engines = (engine for engine in ENGINES if hasattr(engine, layouts))
+    return [Way(engine, layout) for engine in engines for layout in getattr(engine, layouts)(problem, limit)]
+
+
+ENGINES = (pairs, stream, maps, planar, direct, tensor_core)
 
 # Which way is the fastest was measured on an H200.
 
@@ -73,34 +87,54 @@ def _prefers_direct(problem: Problem, tiles_suffer: bool) -> bool:
 
 
 def _backend(
-    pose: Callable[..., Problem], way_of: Callable[[Problem, int], Way], plan_with: Callable[..., Plan]
+    pose: Callable[..., Problem], rule: Callable[[Problem, int], Way], layouts: str, plan_with: Callable[..., Plan]
 ) -> Backend:
-    """``pose`` turns the operator's arguments into a problem, ``way_of`` chooses a way, which ``plan_with`` plans."""
+    """``pose`` turns the operator's arguments into a problem, for which a measurement or ``rule`` chooses a way, which ``plan_with`` plans."""
+
+    def name_of(problem: Problem) -> str:
+        return f"{layouts.removesuffix('_layouts')} {problem}"
+
+    def way_of(problem: Problem, device: torch.device) -> Way:
+        limit = tensor_core.shared_limit(device)
+        measured = choice(device, name_of(problem))
+        ways = _all_ways(problem, limit, layouts) if measured else []
+        return next((way for way in ways if way.name == measured), None) or rule(problem, limit)
 
     def why_not(*args: Any) -> str | None:
         if (why := _why_not_here(args[0])) is not None:
             return why
-        problem, limit = pose(*args), tensor_core.shared_limit(args[0].device)
+        problem, device = pose(*args), args[0].device
         if max(problem.images, problem.vertical.size, problem.horizontal.size, problem.horizontal.out) >= 2**31:
             return "a dimension of 2^31 or more"
         if problem.empty:
             return None
-        engine, layout = way_of(problem, limit)
-        return tensor_core.why_no_tile(layout, problem.folded, limit) if engine is tensor_core else None
+        engine, layout = way_of(problem, device)
+        if engine is not tensor_core:
+            return None
+        return tensor_core.why_no_tile(layout, problem.folded, tensor_core.shared_limit(device))
 
     def plan(*args: Any) -> Plan:
         problem = pose(*args)
-        way = None if problem.empty else way_of(problem, tensor_core.shared_limit(args[0].device))
-        return plan_with(way, problem, *args)
+        return plan_with(None if problem.empty else way_of(problem, args[0].device), problem, *args)
 
     def describe(*args: Any) -> str:
         problem = pose(*args)
         if problem.empty:
             return "nothing to compute"
-        engine, layout = way_of(problem, tensor_core.shared_limit(args[0].device))
+        engine, layout = way_of(problem, args[0].device)
         return engine.describe(problem, layout)
 
-    return Backend("cuda", why_not, plan, describe=describe)
+    def alternatives(*args: Any) -> Alternatives | None:
+        problem, device = pose(*args), args[0].device
+        if problem.empty:
+            return None
+        ways = {way.name: way for way in _all_ways(problem, tensor_core.shared_limit(device), layouts)}
+        chosen = way_of(problem, device)
+        ways = {chosen.name: chosen, **ways}
+        plans = (Alternative(name, partial(plan_with, way, problem, *args)) for name, way in ways.items())
+        return Alternatives(name_of(problem), chosen.name, tuple(plans))
+
+    return Backend("cuda", why_not, plan, describe=describe, alternatives=alternatives)
 
 
 def _pose_forward(x: Tensor, w: Tensor, b: Tensor | None, stride, padding, dilation, *_: Any) -> Problem:
@@ -138,6 +172,6 @@ def _plan_weight_grad(way: Way | None, problem: Problem, dy: Tensor, x: Tensor, 
     return way.engine.plan_weight_grad(problem, way.layout, dy, x, size, strides)
 
 
-forward = _backend(_pose_forward, _conv_way, _plan_forward)
-input_grad = _backend(_pose_input_grad, _conv_way, _plan_input_grad)
-weight_grad = _backend(_pose_weight_grad, _weight_grad_way, _plan_weight_grad)
+forward = _backend(_pose_forward, _conv_way, "conv_layouts", _plan_forward)
+input_grad = _backend(_pose_input_grad, _conv_way, "conv_layouts", _plan_input_grad)
+weight_grad = _backend(_pose_weight_grad, _weight_grad_way, "weight_grad_layouts", _plan_weight_grad)

@@ -69,6 +69,21 @@ def conv_strip(problem: Problem) -> Strip:
     return _share(problem, Strip(*strip, lanes=1, threads=128))
 
 
+def conv_layouts(problem: Problem, shared_limit: int) -> list[Strip]:
+    """Those that a problem allows."""
+    if why_not(problem) is not None:
+        return []
+    widest = min(problem.inner.vector, problem.outer.vector)
+    choices = {*CONV_STRIPS, *MANY_TAPS_CONV_STRIPS} if widest > 1 else {(1, 4, 4), (1, 2, 2), (1, 1, 2)}
+    v, h = problem.vertical, problem.horizontal
+    fitting = [s for s in sorted(choices) if s[0] <= widest and s[1] % v.u == 0 and s[2] % h.u == 0]
+    return [_share(problem, Strip(*strip, lanes=1, threads=128)) for strip in fitting]
+
+
+def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Strip]:
+    return [] if why_not(problem) is not None else [weight_grad_strip(problem)]
+
+
 def _share(problem: Problem, strip: Strip) -> Strip:
     """Shares the threads of a block so that few idle and neighbours read whole sectors, better whole lines, of memory."""
     groups = -(-problem.channels // strip.vector)

@@ -126,7 +126,7 @@ def conv_maps(problem: Problem, shared_limit: int) -> Maps | None:
     """The layout of a forward convolution or an input gradient; None where other kernels are faster."""
     v, h = problem.vertical, problem.horizontal
     wide_rows = h.out > 16 and not problem.strided and problem.taps > FEW_TAPS  # tensor cores
-    if not _covers(problem) or wide_rows or (h.out > 32 and h.s > 1 and problem.taps <= FEW_TAPS):
+    if not _suits(problem) or wide_rows or (h.out > 32 and h.s > 1 and problem.taps <= FEW_TAPS):
         return None
     if problem.taps > MAX_TAPS:
         rows: tuple[int, ...] = (4,)
@@ -143,17 +143,36 @@ def weight_grad_maps(problem: Problem, shared_limit: int) -> Maps | None:
     h = problem.horizontal
     widest = 28 if min(problem.inner.vector, problem.outer.vector) == 1 and not problem.strided else 16
     tiles_win = problem.taps > FEW_TAPS and h.out > 8 and not problem.strided and problem.outputs < 2 * ENOUGH_OUTPUTS
-    if not _covers(problem) or h.out > widest or tiles_win:
+    if not _suits(problem) or h.out > widest or tiles_win:
         return None
     rows = (2,) if problem.taps > FEW_TAPS else (2, 1) if problem.strided else (4, 2, 1)
     return _lay_out(problem, rows, 14, weight_grad_macros, shared_limit)
 
 
+def conv_layouts(problem: Problem, shared_limit: int) -> list[Maps]:
+    """Those that a problem allows."""
+    return _layouts(problem, (7, 4, 2, 1), conv_macros, shared_limit)
+
+
+def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Maps]:
+    return _layouts(problem, (4, 2, 1), weight_grad_macros, shared_limit)
+
+
+def _layouts(problem: Problem, choices: Sequence[int], macros_of: Callable, shared_limit: int) -> list[Maps]:
+    if not _covers(problem):
+        return []
+    found = (_lay_out(problem, (rows,), many, macros_of, shared_limit) for rows in choices for many in (None, 0))
+    return list(dict.fromkeys(maps for maps in found if maps is not None))
+
+
+def _suits(problem: Problem) -> bool:
+    return problem.outputs >= ENOUGH_OUTPUTS and problem.vertical.out > 1 and _covers(problem)
+
+
 def _covers(problem: Problem) -> bool:
     most = MAX_NARROW_TAPS if problem.horizontal.out <= 16 else MAX_TAPS
-    large = problem.outputs >= ENOUGH_OUTPUTS and problem.vertical.out > 1
     runs = problem.inner.run * problem.outer.run > 0 and max(problem.vertical.u, problem.horizontal.u) <= 2
-    return large and problem.taps <= most and runs and reaches(_filled(problem))
+    return problem.taps <= most and runs and reaches(_filled(problem))
 
 
 def _lay_out(

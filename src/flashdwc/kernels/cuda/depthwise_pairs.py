@@ -28,16 +28,23 @@ class Pairs:
 @lru_cache(maxsize=4096)
 def conv_pairs(problem: Problem, shared_limit: int) -> Pairs | None:
     """The layout of a forward convolution or an input gradient; None where other kernels are faster."""
+    if problem.outputs < ENOUGH_OUTPUTS or problem.horizontal.out <= 28:
+        return None
+    return next(iter(conv_layouts(problem, shared_limit)), None)
+
+
+def conv_layouts(problem: Problem, shared_limit: int) -> list[Pairs]:
+    """Those that a problem allows, the likely fastest first."""
     v, h = problem.vertical, problem.horizontal
     plain = max(v.s, h.s, v.u, h.u, v.d, h.d, problem.spread, problem.sum) == 1
     wide = problem.inner.nhwc and problem.outer.nhwc and problem.inner.vector == problem.outer.vector == 8
-    large = problem.outputs >= ENOUGH_OUTPUTS and h.out > 28
     small_filter = v.k in SIDES and h.k in SIDES
-    if not (plain and wide and large and small_filter and problem.channels % 64 == 0):  # whole lines of memory
-        return None
+    if not (plain and wide and small_filter and problem.channels % 64 == 0):  # whole lines of memory
+        return []
     # beyond 196 KB of shared memory too little is left to the first-level cache, which the copies go through
-    choice = Pairs(64, 32, 4, 2) if h.out <= 32 else Pairs(64, 64, 2, 3) if v.k == 3 else Pairs(64, 64, 4, 1)
-    return choice if macros(problem, choice)[1] <= shared_limit else None
+    first, second, third = Pairs(64, 32, 4, 2), Pairs(64, 64, 2, 3), Pairs(64, 64, 4, 1)
+    order = (first, second, third) if h.out <= 32 else (second, third) if v.k == 3 else (third, second)
+    return [pairs for pairs in order if macros(problem, pairs)[1] <= shared_limit]
 
 
 def macros(problem: Problem, pairs: Pairs) -> tuple[dict[str, int], int]:

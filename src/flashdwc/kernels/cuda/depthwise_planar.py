@@ -56,6 +56,21 @@ def _suits(problem: Problem, *, small: bool) -> bool:
     return few and fast and reaches(problem)
 
 
+def conv_layouts(problem: Problem, shared_limit: int) -> list[Strip]:
+    """Those that a problem allows."""
+    if problem.taps > MAX_TAPS or not reaches(problem):
+        return []
+    most = {rows: min(32, power_of_two(strips_of_plane(problem, rows)[1])) for rows in (4, 2, 1)}
+    return [Strip(rows, lanes) for rows in most for lanes in {most[rows], max(1, most[rows] // 2)}]
+
+
+def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Strip]:
+    if problem.taps > MAX_TAPS or not reaches(problem):
+        return []
+    heights = {1, problem.vertical.k}
+    return [Strip(rows, lanes, height) for rows in (4, 2, 1) for lanes in (32, 128) for height in sorted(heights)]
+
+
 def reaches(problem: Problem) -> bool:
     """Whether the layout of a problem and the window of a strip suit these kernels."""
     v, h = problem.vertical, problem.horizontal

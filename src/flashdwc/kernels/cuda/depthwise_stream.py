@@ -58,12 +58,18 @@ class Stream:
 @lru_cache(maxsize=4096)
 def conv_stream(problem: Problem, shared_limit: int) -> Stream | None:
     """The stream for a forward convolution or an input gradient; None where tiles are faster (measured on an H200)."""
+    if problem.outputs < ENOUGH_OUTPUTS or problem.horizontal.out <= 28:
+        return None
+    return next(iter(conv_layouts(problem, shared_limit)), None)
+
+
+def conv_layouts(problem: Problem, shared_limit: int) -> list[Stream]:
+    """Those that a problem allows, the likely fastest first."""
     v, h = problem.vertical, problem.horizontal
     plain = max(v.s, h.s, v.u, h.u, problem.spread, problem.sum) == 1
     wide = problem.inner.nhwc and problem.outer.nhwc and problem.inner.vector == problem.outer.vector == 8
-    large = problem.outputs >= ENOUGH_OUTPUTS and h.out > 28
-    if not (plain and wide and large and max(v.k, h.k) <= LARGEST_SIDE):
-        return None
+    if not (plain and wide and max(v.k, h.k) <= LARGEST_SIDE):
+        return []
     blocks = 8 if h.out > 32 else 4
     choices: tuple[Stream, ...] = ()
     if max(v.k, h.k) <= 5 and problem.channels % 64 == 0:
@@ -72,8 +78,7 @@ def conv_stream(problem: Problem, shared_limit: int) -> Stream | None:
         choices += Stream(32, blocks, 4), Stream(16, blocks, 6 if v.k > 11 else 5)  # more rows would spill registers
     if problem.taps > 100:
         choices += Stream(16, blocks, 4), Stream(8, blocks, 8, warps=8)
-    fitting = (s for s in choices if s.out_rows <= v.out and macros(problem, s)[1] <= shared_limit)
-    return next(fitting, None)
+    return [s for s in choices if s.out_rows <= v.out and macros(problem, s)[1] <= shared_limit]
 
 
 def macros(problem: Problem, stream: Stream) -> tuple[dict[str, int], int]:

@@ -12,7 +12,7 @@ from torch._C._dynamo import guards
 from ...core import jit
 from ...core.backend import Plan
 from .depthwise_problem import Problem, dense_layout, readable
-from .depthwise_tiles import Tile, conv_macros, grid, weight_grad_macros
+from .depthwise_tiles import Tile, conv_macros, conv_tiles, grid, weight_grad_macros, weight_grad_tiles
 
 empty_strided = guards._empty_strided_cuda  # type: ignore[attr-defined]  # on the current device; half the host time
 TENSOR4 = "5q"  # struct Tensor4
@@ -34,6 +34,22 @@ def why_no_tile(tile: Tile | None, problem: Problem, limit: int) -> str | None:
     if grid(problem, tile)[0] > MAX_BLOCKS:
         return "the grid would exceed 2^31 blocks"
     return None
+
+
+TILES_TO_TRY = 6
+
+
+def conv_layouts(problem: Problem, shared_limit: int) -> list[Tile]:
+    """The likely fastest first."""
+    return _launchable(problem, conv_tiles(problem.folded, shared_limit), shared_limit)
+
+
+def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Tile]:
+    return _launchable(problem, weight_grad_tiles(problem.folded, shared_limit), shared_limit)
+
+
+def _launchable(problem: Problem, tiles: Sequence[Tile], shared_limit: int) -> list[Tile]:
+    return [t for t in tiles[:TILES_TO_TRY] if why_no_tile(t, problem.folded, shared_limit) is None]
 
 
 def describe(problem: Problem, tile: Tile) -> str:

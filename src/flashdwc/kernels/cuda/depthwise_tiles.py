@@ -225,13 +225,18 @@ def _resident(shared: int, shared_limit: int, warps: int, registers: int) -> int
 @lru_cache(maxsize=4096)
 def conv_tile(problem: Problem, shared_limit: int) -> Tile | None:
     """The tile for a forward convolution or an input gradient; None where none fits the shared memory."""
-    return _cheapest(problem, shared_limit, _conv_candidates, conv_macros, _conv_registers, _conv_cost)
+    return next(iter(conv_tiles(problem, shared_limit)), None)
 
 
-def _cheapest(
+def conv_tiles(problem: Problem, shared_limit: int) -> list[Tile]:
+    """The cheapest first."""
+    return _by_cost(problem, shared_limit, _conv_candidates, conv_macros, _conv_registers, _conv_cost)
+
+
+def _by_cost(
     problem: Problem, shared_limit: int, candidates: Callable, macros: Callable, registers: Callable, cost: Callable
-) -> Tile | None:
-    """The cheapest tile of full width, or of the greatest width that fits."""
+) -> list[Tile]:
+    """Tiles of full width, or of the greatest width that fits."""
     for narrow in range(4):
         fitting = []
         for tile in candidates(problem, narrow):
@@ -240,8 +245,8 @@ def _cheapest(
             if shared <= shared_limit and resident:
                 fitting.append((cost(problem, tile, resident), replace(tile, per_sm=resident)))
         if fitting:
-            return min(fitting, key=lambda pair: pair[0])[1]
-    return None
+            return [tile for _, tile in sorted(fitting, key=lambda pair: pair[0])]
+    return []
 
 
 def _conv_candidates(problem: Problem, narrow: int) -> Iterator[Tile]:
@@ -291,8 +296,13 @@ def _conv_cost(problem: Problem, tile: Tile, resident: int) -> float:
 @lru_cache(maxsize=4096)
 def weight_grad_tile(problem: Problem, shared_limit: int) -> Tile | None:
     """The tile for a weight gradient; None where none fits the shared memory or the registers."""
+    return next(iter(weight_grad_tiles(problem, shared_limit)), None)
+
+
+def weight_grad_tiles(problem: Problem, shared_limit: int) -> list[Tile]:
+    """The cheapest first."""
     registers = _weight_grad_registers
-    return _cheapest(problem, shared_limit, _weight_grad_candidates, weight_grad_macros, registers, _weight_grad_cost)
+    return _by_cost(problem, shared_limit, _weight_grad_candidates, weight_grad_macros, registers, _weight_grad_cost)
 
 
 def _weight_grad_candidates(problem: Problem, narrow: int) -> Iterator[Tile]:
