@@ -129,6 +129,7 @@ class Launcher:
 def emulated_gpu(*operands: Tensor, capability: tuple[int, int] = (9, 0), multiprocessors: int = 4) -> Iterator[type]:
     """A stage for the planners of the CUDA backends: a small GPU whose memory is the CPU's. Yields the launcher's class."""
     Launcher.known, Launcher.launched = [*operands], []
+    _folder()  # made once, before threads could make two
 
     def empty_strided(size: Any, strides: Any, dtype: torch.dtype) -> Tensor:
         t = torch.empty_strided(size, strides, dtype=dtype).fill_(torch.nan)
