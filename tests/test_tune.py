@@ -11,10 +11,12 @@ import emulation
 import pytest
 import torch
 from emulation import emulated_gpu
-from support import channels_last, check_values, geometry
+from support import channels_last, check_convolution, check_values, geometry
 from torch import Tensor
 
 from flashdwc.bench import tuning
+from flashdwc.bench.ahead import operands
+from flashdwc.bench.case import DTYPES, parse
 from flashdwc.core import tune
 from flashdwc.core.backend import Backend
 from flashdwc.core.errors import CacheWarning
@@ -185,3 +187,17 @@ def test_layers_of_shapes_and_models_are_tuned(own_files, monkeypatch):
     assert tune.choice(DEVICE, "problem 3") == "b"
     lines = list(tuning.tune_all("convnext_atto", request, torch.device("cpu")))
     assert len(asked) == 3 * (1 + 12) and any("stages.3" in line and "input 1x320x2x2" in line for line in lines)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["8x64x28x28:k5:fp16:nhwc", "8x64x28x28:k3:bf16:nchw"])
+def test_tuning_on_a_gpu(shape, monkeypatch, tmp_path):
+    monkeypatch.setattr(tune, "own_file", lambda gpu: tmp_path / tune._file_name(gpu))
+    tune._choices.cache_clear()
+    request = tuning.Request(inputs=None, batches=[1], dtypes=["fp16"], layout="contiguous")
+    title, *lines = tuning.tune_all(shape, request, DEVICE)
+    assert title == shape and len(lines) == 3
+    case, dtype, layout = parse(shape)
+    x, w = operands(case, DTYPES[dtype], layout, DEVICE)
+    check_convolution(x.normal_(), w.normal_(), padding=case.kernel[0] // 2, impl="cuda")
+    tune._choices.cache_clear()
