@@ -7,8 +7,9 @@ import gc
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 _CACHE = tempfile.TemporaryDirectory(prefix="flashdwc-tests-")
 os.environ["FLASHDWC_CACHE_DIR"] = _CACHE.name  # before the package reads it; subprocesses inherit it
@@ -71,6 +72,19 @@ def much_gpu_memory() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
+def _changed(
+    monkeypatch: pytest.MonkeyPatch, limits: Sequence[tuple[Any, str]], choices: Sequence[Any]
+) -> Iterator[None]:
+    """Limits of planners are 0; choices made under others are forgotten."""
+    for module, limit in limits:
+        monkeypatch.setattr(module, limit, 0)
+    for choice in choices:
+        choice.cache_clear()
+    yield
+    for choice in choices:
+        choice.cache_clear()
+
+
 @pytest.fixture
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CUDA kernels for large problems take small ones too."""
@@ -78,11 +92,16 @@ def small_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     choices = depthwise_pairs.conv_pairs, depthwise_stream.conv_stream
     choices += depthwise_maps.conv_maps, depthwise_maps.weight_grad_maps
-    for module in (depthwise_maps, depthwise_pairs, depthwise_stream):
-        monkeypatch.setattr(module, "ENOUGH_OUTPUTS", 0)
-    monkeypatch.setattr(depthwise_planar, "ENOUGH_WRITES", 0)
-    for choice in choices:
-        choice.cache_clear()
-    yield
-    for choice in choices:
-        choice.cache_clear()
+    limits = [(module, "ENOUGH_OUTPUTS") for module in (depthwise_maps, depthwise_pairs, depthwise_stream)]
+    yield from _changed(monkeypatch, [*limits, (depthwise_planar, "ENOUGH_WRITES")], choices)
+
+
+@pytest.fixture
+def octets_and_warps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CUDA kernels that no rule chooses are chosen where they can be."""
+    from flashdwc.kernels.cuda import depthwise_octets, depthwise_warps
+
+    choices = depthwise_octets.conv_octets, depthwise_octets.weight_grad_octets
+    choices += depthwise_warps.conv_warps, depthwise_warps.weight_grad_warps
+    limits = [(module, "ENOUGH_OUTPUTS") for module in (depthwise_octets, depthwise_warps)]
+    yield from _changed(monkeypatch, limits, choices)

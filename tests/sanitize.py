@@ -10,7 +10,14 @@ from support import channels_last
 from torch import Tensor
 
 from flashdwc import depthwise_conv2d
-from flashdwc.kernels.cuda import depthwise_maps, depthwise_pairs, depthwise_planar, depthwise_stream
+from flashdwc.kernels.cuda import (
+    depthwise_maps,
+    depthwise_octets,
+    depthwise_pairs,
+    depthwise_planar,
+    depthwise_stream,
+    depthwise_warps,
+)
 
 # Input size, kernel, stride, padding (also left, right, top, bottom), dilation, multiplier, layout.
 CASES = [
@@ -37,6 +44,17 @@ CASES = [
     ((3, 8, 7, 7), (3, 3), 1, 3, 3, 1, Tensor.contiguous),
     ((1, 24, 1, 1000), (1, 4), 1, (3, 0, 0, 0), 1, 1, Tensor.contiguous),
 ]
+OCTETS_AND_WARPS = [
+    ((2, 64, 21, 41), (7, 7), 1, 3, 1, 1, channels_last),
+    ((5, 96, 14, 14), (5, 5), 1, 2, 1, 1, channels_last),
+    ((9, 64, 7, 7), (7, 7), 1, 3, 1, 1, channels_last),
+    ((2, 64, 20, 33), (13, 13), 1, 6, 1, 1, channels_last),
+    ((2, 64, 21, 41), (3, 3), 2, 1, 1, 1, channels_last),
+    ((2, 6, 21, 64), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
+    ((2, 6, 20, 28), (13, 13), 1, 6, 1, 1, Tensor.contiguous),
+    ((2, 4, 34, 64), (31, 31), 1, 15, 1, 1, Tensor.contiguous),
+    ((2, 6, 28, 56), (7, 7), 2, 3, 1, 1, Tensor.contiguous),
+]
 
 
 def main() -> None:
@@ -44,19 +62,24 @@ def main() -> None:
     for module in (depthwise_maps, depthwise_pairs, depthwise_stream):
         module.ENOUGH_OUTPUTS = 0
     depthwise_planar.ENOUGH_WRITES = 0
-    for size, kernel, stride, padding, dilation, multiplier, layout in CASES:
-        x = layout(torch.randn(size, device="cuda", dtype=torch.half)).requires_grad_()
-        w, b = (
-            torch.randn(size[1] * multiplier, *shape, device="cuda", dtype=torch.half) for shape in ((1, *kernel), ())
-        )
-        w.requires_grad_()
-        y = depthwise_conv2d(x, w, b, stride, padding, dilation, impl="cuda")
-        torch.autograd.grad(y, (x, w), torch.ones_like(y))
-        with torch.no_grad():  # what is not finite goes another way
-            x[0, 1, 0, 0], w[3, 0, 0, 0] = torch.inf, torch.nan
-            depthwise_conv2d(x, w, b, stride, padding, dilation, impl="cuda")
+    for case in CASES:
+        run(*case)
+    depthwise_octets.ENOUGH_OUTPUTS = depthwise_warps.ENOUGH_OUTPUTS = 0
+    for case in OCTETS_AND_WARPS:
+        run(*case)
     torch.cuda.synchronize()
-    print(f"{len(CASES)} problems")
+    print(f"{len(CASES) + len(OCTETS_AND_WARPS)} problems")
+
+
+def run(size, kernel, stride, padding, dilation, multiplier, layout) -> None:
+    x = layout(torch.randn(size, device="cuda", dtype=torch.half)).requires_grad_()
+    w, b = (torch.randn(size[1] * multiplier, *shape, device="cuda", dtype=torch.half) for shape in ((1, *kernel), ()))
+    w.requires_grad_()
+    y = depthwise_conv2d(x, w, b, stride, padding, dilation, impl="cuda")
+    torch.autograd.grad(y, (x, w), torch.ones_like(y))
+    with torch.no_grad():  # what is not finite goes another way
+        x[0, 1, 0, 0], w[3, 0, 0, 0] = torch.inf, torch.nan
+        depthwise_conv2d(x, w, b, stride, padding, dilation, impl="cuda")
 
 
 if __name__ == "__main__":

@@ -164,6 +164,51 @@ def test_small_maps(shape, dtype):
     check_non_finite_values(x, w, b, y, *geometry(x, w, stride, padding, dilation))
 
 
+# Layout, images, channels, height, width, kernel, stride, padding (left, right, top, bottom), dilation.
+IN_STEPS = {
+    "octets 3x3": ("channels_last", (3, 64, 33, 64), (3, 3), 1, (1, 1, 1, 1), 1),
+    "octets 5x5 of some channels": ("channels_last", (2, 104, 30, 31), (5, 5), 1, (2, 2, 2, 2), 1),
+    "octets 5x5 across strips": ("channels_last", (2, 192, 41, 150), (5, 5), 1, (2, 2, 2, 2), 1),
+    "octets 7x7": ("channels_last", (3, 192, 56, 56), (7, 7), 1, (3, 3, 3, 3), 1),
+    "octets 7x7 of 14 columns": ("channels_last", (9, 64, 14, 14), (7, 7), 1, (3, 3, 3, 3), 1),
+    "octets 7x7 of 7 columns": ("channels_last", (33, 128, 7, 7), (7, 7), 1, (3, 3, 3, 3), 1),
+    "octets 7x7 without padding": ("channels_last", (2, 64, 40, 48), (7, 7), 1, (0, 0, 0, 0), 1),
+    "octets 7x5 uneven padding": ("channels_last", (3, 64, 20, 28), (7, 5), 1, (4, 0, 1, 6), 1),
+    "octets 3x3 dilation 3": ("channels_last", (2, 64, 30, 40), (3, 3), 1, (3, 3, 3, 3), 3),
+    "octets 9x9": ("channels_last", (2, 64, 64, 64), (9, 9), 1, (4, 4, 4, 4), 1),
+    "octets 13x13": ("channels_last", (2, 128, 50, 64), (13, 13), 1, (6, 6, 6, 6), 1),
+    "octets 13x13 of 14 columns": ("channels_last", (5, 64, 14, 14), (13, 13), 1, (6, 6, 6, 6), 1),
+    "octets 3x3 stride 2": ("channels_last", (3, 64, 57, 112), (3, 3), 2, (0, 1, 0, 1), 1),
+    "octets 5x5 stride 2": ("channels_last", (7, 64, 28, 28), (5, 5), 2, (2, 2, 2, 2), 1),
+    "warps 5x5": ("contiguous", (3, 10, 41, 64), (5, 5), 1, (2, 2, 2, 2), 1),
+    "warps 7x7": ("contiguous", (7, 9, 56, 56), (7, 7), 1, (3, 3, 3, 3), 1),
+    "warps 7x7 of 28 columns": ("contiguous", (5, 9, 28, 28), (7, 7), 1, (3, 3, 3, 3), 1),
+    "warps 7x7 across strips": ("contiguous", (2, 9, 19, 152), (7, 7), 1, (3, 3, 3, 3), 1),
+    "warps 5x4 uneven padding": ("contiguous", (2, 4, 19, 28), (5, 4), 1, (1, 2, 0, 4), 1),
+    "warps 5x5 dilation 3": ("contiguous", (2, 4, 40, 40), (5, 5), 1, (6, 6, 6, 6), 3),
+    "warps 13x13": ("contiguous", (2, 20, 64, 64), (13, 13), 1, (6, 6, 6, 6), 1),
+    "warps 31x31": ("contiguous", (2, 20, 64, 64), (31, 31), 1, (15, 15, 15, 15), 1),
+    "warps 5x5 stride 2": ("contiguous", (5, 8, 56, 56), (5, 5), 2, (2, 2, 2, 2), 1),
+}
+
+
+@pytest.mark.usefixtures("octets_and_warps")
+@each_dtype
+@pytest.mark.parametrize("shape", IN_STEPS)
+def test_octets_and_warps(shape, dtype):
+    layout, size, kernel, stride, padding, dilation = IN_STEPS[shape]
+    x, g_like = LAYOUTS[layout](cuda(*size, dtype=dtype)), LAYOUTS[layout]
+    w, b = cuda(size[1], 1, *kernel, dtype=dtype), cuda(size[1], dtype=dtype)
+    arguments = {"stride": stride, "padding": padding, "dilation": dilation, "impl": "cuda"}
+    family = "octets of channels" if shape.startswith("octets") else "each warp on its own"
+    assert family in flashdwc.explain(depthwise_conv2d, x, w, b, **arguments).detail
+    y = check_convolution(x, w, b, **arguments)
+    check_convolution(x, w, None, g_like(torch.randn_like(y)), **arguments)
+    x[-1, 3, 1, 2], x[0, 2, -1, -1], w[1, 0, 0, -1] = torch.inf, torch.nan, -torch.inf
+    y = depthwise_conv2d(x, w, b, **arguments)
+    check_non_finite_values(x, w, b, y, *geometry(x, w, stride, padding, dilation))
+
+
 @pytest.mark.usefixtures("small_is_large")
 @pytest.mark.parametrize("width", [7, 18])
 def test_planes_that_exchange_outputs(width):

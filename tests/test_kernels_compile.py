@@ -58,6 +58,14 @@ CASES: dict[str, tuple] = {
     "7x7 stride 2": (8, 64, 56, 56, (7, 7), 2, 3, 1, 1, "nhwc"),
     "7x7 dilation 2": (8, 64, 56, 56, (7, 7), 1, 6, 2, 1, "nhwc"),
     "7x7 multiplier": (2, 8, 28, 28, (7, 7), 1, 3, 1, 4, "nhwc"),
+    "13x13 octets of maps": (128, 128, 14, 14, (13, 13), 1, 6, 1, 1, "nhwc"),
+    "7x7 octets of 14 columns": (128, 384, 14, 14, (7, 7), 1, 3, 1, 1, "nhwc"),
+    "5x5 octets stride 2": (128, 128, 28, 28, (5, 5), 2, 2, 1, 1, "nhwc"),
+    "7x7 warps": (128, 256, 64, 64, (7, 7), 1, 3, 1, 1, "nchw"),
+    "13x13 warps": (128, 256, 64, 64, (13, 13), 1, 6, 1, 1, "nchw"),
+    "17x17 warps": (128, 256, 56, 56, (17, 17), 1, 8, 1, 1, "nchw"),
+    "31x31 warps": (128, 256, 64, 64, (31, 31), 1, 15, 1, 1, "nchw"),
+    "5x5 warps stride 2": (128, 128, 56, 56, (5, 5), 2, 2, 1, 1, "nchw"),
     "9x9": (128, 256, 64, 64, (9, 9), 1, 4, 1, 1, "nhwc"),
     "11x11": (128, 256, 64, 64, (11, 11), 1, 5, 1, 1, "nhwc"),
     "13x13": (128, 256, 64, 64, (13, 13), 1, 6, 1, 1, "nhwc"),
@@ -81,6 +89,10 @@ ELSEWHERE = [
     "5x5 planes of odd width",
     "7x7",
     "7x7 stride 2",
+    "7x7 octets of 14 columns",
+    "13x13 octets of maps",
+    "5x5 octets stride 2",
+    "13x13 warps",
     "9x9",
     "13x13",
     "31x31 planes",
@@ -146,7 +158,9 @@ def kernels() -> set[str]:
 
 
 @pytest.mark.parametrize(("arch", "case"), RUNS, ids=[f"{arch}-{case}" for arch, case in RUNS])
-def test_compiles_without_spills(arch, case, specialisations):
+def test_compiles_without_spills(arch, case, specialisations, request):
+    if "octets" in case or "warps" in case:
+        request.getfixturevalue("octets_and_warps")
     dtype = torch.bfloat16 if "stride" in case else torch.float16
     found = specialisations(arch, case, dtype)
     with ThreadPoolExecutor(2) as pool:
@@ -161,8 +175,10 @@ def test_compiles_without_spills(arch, case, specialisations):
         assert name not in FILL_SHARED_MEMORY or sum(static) <= STATIC_BYTES, f"{name}: more than the planner counts"
 
 
-def test_cases_reach_every_kernel(specialisations):
+def test_cases_reach_every_kernel(specialisations, request):
     reached = {name for case in CASES for name, _ in specialisations("sm_90a", case, torch.float16)}
+    request.getfixturevalue("octets_and_warps")
+    reached |= {name for case in CASES for name, _ in specialisations("sm_90a", case, torch.float16)}
     assert reached == kernels(), "a kernel without a case in this file, or a case without a kernel"
 
 

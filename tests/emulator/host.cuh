@@ -75,10 +75,15 @@ template <int depth> void multiply_matrices(float (&d)[4], const u32* a, u32 b0,
   }
 }
 inline void mma16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_matrices<16>(d, a, b0, b1); }
+inline void mma16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, float start) { d[0] = d[1] = d[2] = d[3] = start, mma16(d, a, b0, b1); }
 inline void mma8(float (&d)[4], const u32 (&a)[4], u32 b0) { multiply_matrices<8>(d, a, b0, 0); }
 
 inline const u16* pinned(const u16* p) { return p; }
 inline void prefetch(const void* p) { static_cast<void>(*static_cast<const volatile u16*>(p)); }  // outside of a tensor it shows
+
+inline void store_if(bool inside, u16* p, u32 v) {
+  if (inside) *reinterpret_cast<u32*>(p) = v;
+}
 
 // Copies happen as late as they may: when they are waited for.
 struct PendingCopy {
@@ -98,6 +103,7 @@ template <int bytes> void copy_async(u32 to, const void* from, bool inside = tru
   if (to % bytes || reinterpret_cast<std::uintptr_t>(from) % bytes) std::fprintf(stderr, "emulator: cp.async at a misaligned address\n"), std::abort();
   my_copies().back().push_back({to, from, bytes, inside});
 }
+inline void copy_async_once(u32 to, const void* from, bool inside) { copy_async<16>(to, from, inside); }
 inline void copy_async_commit() { my_copies().emplace_back(); }
 template <int pending> void copy_async_wait() {
   auto& mine = my_copies();

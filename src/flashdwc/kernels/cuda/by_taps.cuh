@@ -6,13 +6,29 @@
 // Channel of the input behind part `part` of a channel of the result.
 __device__ __forceinline__ int source_channel(int channel, int part) { return (channel * SUM + part) / SPREAD; }
 
-// Tap k of a filter in the order in which outputs meet it. Of WHOLE_KH x WHOLE_KW taps, KH x KW are used: the others, SKIPPED_KH rows and
+// A tap of a filter in the order in which outputs meet it. Of WHOLE_KH x WHOLE_KW taps, KH x KW are used: the others, SKIPPED_KH rows and
 // SKIPPED_KW columns of them in front, meet nothing but padding.
-template <class Params> __device__ __forceinline__ u16 filter_element(const Params& p, int channel, int part, int k) {
-  constexpr int taps = WHOLE_KH * WHOLE_KW;
-  const int tap = (k / KW + SKIPPED_KH) * WHOLE_KW + k % KW + SKIPPED_KW;
-  return p.weight[i64(channel * SUM + part) * taps + (ROTATE ? taps - 1 - tap : tap)];
+template <class Params> __device__ __forceinline__ const u16* first_tap(const Params& p, int channel, int part) {
+  constexpr int taps = WHOLE_KH * WHOLE_KW, tap = SKIPPED_KH * WHOLE_KW + SKIPPED_KW;
+  return p.weight + i64(channel * SUM + part) * taps + (ROTATE ? taps - 1 - tap : tap);
 }
+constexpr int NEXT_TAP = ROTATE ? -1 : 1, NEXT_TAP_ROW = NEXT_TAP * WHOLE_KW;
+
+template <class Params> __device__ __forceinline__ u16 filter_element(const Params& p, int channel, int part, int k) {
+  return first_tap(p, channel, part)[k / KW * NEXT_TAP_ROW + k % KW * NEXT_TAP];
+}
+
+// The taps kh of a filter at `offset` from the window's first element, which is `start` and a constant; 0 between taps and beyond them.
+struct FilterReader {
+  const u16* taps;
+  int start;
+  __device__ __forceinline__ FilterReader(const u16* first, int start_) : taps(pinned(DW == 1 ? first + start_ * NEXT_TAP : first)), start(start_) {}
+  __device__ __forceinline__ u32 operator()(int kh, int constant) const {
+    const int offset = start + constant;
+    if (offset < 0 || offset % DW || offset / DW >= KW) return 0;
+    return taps[kh * NEXT_TAP_ROW + (DW == 1 ? constant : offset / DW) * NEXT_TAP];
+  }
+};
 
 // An output pixel tap by tap from global memory: for tiles that hold an inf or NaN, as taps outside the input must not take part and a
 // non-finite element must reach its own window only.

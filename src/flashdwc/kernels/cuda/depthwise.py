@@ -15,10 +15,12 @@ from ...core.tune import Alternative, Alternatives, choice
 from ..native import output_format
 from . import depthwise_direct as direct
 from . import depthwise_maps as maps
+from . import depthwise_octets as octets
 from . import depthwise_pairs as pairs
 from . import depthwise_planar as planar
 from . import depthwise_stream as stream
 from . import depthwise_tensor_core as tensor_core
+from . import depthwise_warps as warps
 from .depthwise_problem import Problem, forward_problem, input_grad_problem, weight_grad_problem
 from .depthwise_tiles import conv_tile, weight_grad_tile
 
@@ -52,13 +54,19 @@ def _all_ways(problem: Problem, limit: int, layouts: str) -> list[Way]:
     return [Way(engine, layout) for engine in engines for layout in getattr(engine, layouts)(problem, limit)]
 
 
-ENGINES = (pairs, stream, maps, planar, direct, tensor_core)
+ENGINES = (octets, pairs, stream, warps, maps, planar, direct, tensor_core)
 
 # Which way is the fastest was measured on an H200.
 
 
 def _conv_way(problem: Problem, limit: int) -> Way:
-    for engine, choose in ((pairs, pairs.conv_pairs), (stream, stream.conv_stream), (maps, maps.conv_maps)):
+    for engine, choose in (
+        (octets, octets.conv_octets),
+        (pairs, pairs.conv_pairs),
+        (stream, stream.conv_stream),
+        (warps, warps.conv_warps),
+        (maps, maps.conv_maps),
+    ):
         if (layout := choose(problem, limit)) is not None:
             return Way(engine, layout)
     if planar.suits(problem):
@@ -70,8 +78,13 @@ def _conv_way(problem: Problem, limit: int) -> Way:
 
 
 def _weight_grad_way(problem: Problem, limit: int) -> Way:
-    if (layout := maps.weight_grad_maps(problem, limit)) is not None:
-        return Way(maps, layout)
+    for engine, choose in (
+        (octets, octets.weight_grad_octets),
+        (warps, warps.weight_grad_warps),
+        (maps, maps.weight_grad_maps),
+    ):
+        if (layout := choose(problem, limit)) is not None:
+            return Way(engine, layout)
     if planar.suits_weight_grad(problem):
         return Way(planar, planar.weight_grad_strip(problem))
     small = problem.outputs <= 1_000_000 and problem.horizontal.out <= 14

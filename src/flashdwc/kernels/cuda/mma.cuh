@@ -57,6 +57,12 @@ __device__ __forceinline__ void mma16(float (&d)[4], const u32 (&a)[4], u32 b0, 
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// d = start + a b, start in every element
+__device__ __forceinline__ void mma16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, float start) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
+               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(start));
+}
 __device__ __forceinline__ void mma8(float (&d)[4], const u32 (&a)[4], u32 b0) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b0));
@@ -71,9 +77,17 @@ __device__ __forceinline__ const u16* pinned(const u16* p) {
 // Asks for the line of memory of an address, so that it waits beside another and not after it.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 
+__device__ __forceinline__ void store_if(bool inside, u16* p, u32 v) {  // without a branch
+  asm volatile("{.reg .pred inside; setp.ne.b32 inside, %2, 0; @inside st.global.b32 [%0], %1;}" :: "l"(p), "r"(v), "r"(int(inside)) : "memory");
+}
+
 // bytes (4, 8 or 16) from global to shared memory, past the registers; zeros where not inside.
 template <int bytes> __device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside = true) {
   asm volatile("cp.async.ca.shared.global [%0],[%1],%2,%3;" :: "r"(to), "l"(from), "n"(bytes), "r"(inside ? bytes : 0) : "memory");
+}
+// 16 bytes, past the first-level cache too
+__device__ __forceinline__ void copy_async_once(u32 to, const void* from, bool inside) {
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" :: "r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most `pending` groups of this thread's copies are under way.

@@ -1,0 +1,209 @@
+"""Launches ``depthwise_octets.cu`` and ``depthwise_octets_weight_grad.cu``: channels_last, small filters, on tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...core.backend import Plan
+from .depthwise_problem import Problem
+from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
+from .depthwise_tiles import round_up
+
+ENOUGH_OUTPUTS = 2**62  # no rule chooses these kernels before they are measured; `flashdwc warmup --tune` may
+CHANNELS, PIXEL_BYTES, WARPS = 64, 128, 8  # of a block: a line of memory of each pixel, a warp for each octet
+SCRATCH_BYTES = WARPS * 2048  # for the sums of a weight gradient's filter row
+FILTER_REGISTERS = 112  # that a filter may take; a larger one is streamed, up to so many rows:
+LARGEST_STREAMED = 13
+REGISTERS = 208  # that operands may take; what else a thread needs then still fits 255
+
+
+@dataclass(frozen=True)
+class Octets:
+    columns: int  # of a strip
+    rows: int  # of each of the row groups that fill a warp's tile
+    stages: int  # steps that copies are ahead
+    height: int = 0  # filter rows of a block, in a weight gradient
+
+    def out_rows(self, tile: int) -> int:
+        """Of a step, where a tile is ``tile`` columns wide at most."""
+        return max(1, tile // self.columns) * self.rows
+
+
+CONV_TILE, WEIGHT_GRAD_TILE = 64, 32  # pixels of a row that an mma takes
+
+
+@lru_cache(maxsize=4096)
+def conv_octets(problem: Problem, shared_limit: int) -> Octets | None:
+    """The layout of a forward convolution or an input gradient; None where other kernels are faster."""
+    return next(iter(conv_layouts(problem, shared_limit)), None) if _suits(problem) else None
+
+
+@lru_cache(maxsize=4096)
+def weight_grad_octets(problem: Problem, shared_limit: int) -> Octets | None:
+    """The layout of a weight gradient; None where other kernels are faster."""
+    return next(iter(weight_grad_layouts(problem, shared_limit)), None) if _suits(problem) else None
+
+
+def conv_layouts(problem: Problem, shared_limit: int) -> list[Octets]:
+    """Those that a problem allows, the likely fastest first."""
+    v, h, fours = problem.vertical, problem.horizontal, _fours(problem)
+    streamable = v.s == v.d == 1 and v.k <= LARGEST_STREAMED
+    if not _covers(problem) or max(v.s, h.s) > 2 or (_streamed(problem) and not streamable):
+        return []
+
+    def fits(octets: Octets) -> bool:
+        filter_rows = octets.rows if _streamed(problem) else v.k
+        registers = 4 * filter_rows * fours + 16 * octets.rows + 8 * (fours + h.s)
+        return _fits(octets.out_rows(CONV_TILE), registers, conv_macros(problem, octets)[1], shared_limit)
+
+    return [octets for octets in _layouts(problem, 4) if fits(octets)]
+
+
+def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Octets]:
+    """Those that a problem allows, the likely fastest first."""
+    v, h = problem.vertical, problem.horizontal
+    if not _covers(problem) or problem.strided or h.span(h.k, 4) > 16 or v.k > LARGEST_STREAMED:
+        return []
+    height = v.k if v.k <= 9 else -(-v.k // 2)
+
+    def fits(octets: Octets) -> bool:
+        shared = weight_grad_macros(problem, octets)[1]
+        return _fits(octets.out_rows(WEIGHT_GRAD_TILE), 16 * height + 8 * octets.rows + 24, shared, shared_limit)
+
+    return [octets for octets in (replace(o, height=height) for o in _layouts(problem, 8)) if fits(octets)]
+
+
+def _suits(problem: Problem) -> bool:
+    busy = problem.channels / round_up(problem.channels, CHANNELS) > 0.7
+    return busy and problem.outputs >= ENOUGH_OUTPUTS
+
+
+def _covers(problem: Problem) -> bool:
+    plain = problem.vertical.u * problem.horizontal.u * problem.spread * problem.sum == 1
+    wide = problem.inner.nhwc and problem.outer.nhwc and problem.inner.vector == problem.outer.vector == 8
+    return plain and wide and problem.taps > 1
+
+
+def _layouts(problem: Problem, most_rows: int) -> Iterator[Octets]:
+    """The best first: columns by those that are loaded."""
+    by_width = sorted((64, 32, 16, 8), key=lambda c: -(-problem.horizontal.out // c) * (c + 8))
+    for columns in by_width[:2]:
+        rows = most_rows
+        while rows:
+            for stages in (2, 1):
+                yield Octets(columns, rows, stages)
+            rows //= 2
+
+
+def _fits(out_rows: int, registers: int, shared_bytes: int, shared_limit: int) -> bool:
+    shares_warps = WARPS % out_rows == 0 or out_rows % WARPS == 0
+    return shares_warps and registers <= REGISTERS and shared_bytes <= shared_limit - 4 * CHANNELS
+
+
+def _fours(problem: Problem) -> int:
+    """Of pixels, that the window of four outputs spans."""
+    return -(-problem.horizontal.span(problem.horizontal.k, 4) // 4)
+
+
+def _streamed(problem: Problem) -> bool:
+    """Do registers not hold the filter?"""
+    return 4 * problem.vertical.k * _fours(problem) > FILTER_REGISTERS
+
+
+def _slots(halo: int, rows: int, stages: int) -> int:
+    return -(-max(0, halo) // rows) + 1 + stages
+
+
+def conv_macros(problem: Problem, octets: Octets) -> tuple[dict[str, int], int]:
+    """Macros of ``depthwise_octets.cu`` and the shared memory in bytes."""
+    v, h, fours = problem.vertical, problem.horizontal, _fours(problem)
+    out_rows = octets.out_rows(CONV_TILE)
+    pixels, slot_rows = (octets.columns - 8) * h.s + 4 * (fours + h.s), out_rows * v.s
+    slots = _slots((v.k - 1) * v.d + 1 - v.s, slot_rows, octets.stages)
+    macros = {
+        **_macros(problem, octets), "SH": v.s, "SW": h.s, "UH": 1, "UW": 1, "SPREAD": 1, "SUM": 1, "STREAMED": _streamed(problem),
+    }  # fmt: skip
+    taps = 2 * CHANNELS * v.k * (4 * fours + 3)
+    outputs = 2 * PIXEL_BYTES * out_rows * octets.columns
+    return macros, PIXEL_BYTES * slots * slot_rows * pixels + (taps if _streamed(problem) else outputs)
+
+
+def weight_grad_macros(problem: Problem, octets: Octets) -> tuple[dict[str, int], int]:
+    """Macros of ``depthwise_octets_weight_grad.cu`` and the shared memory in bytes."""
+    v, h, rows = problem.vertical, problem.horizontal, octets.out_rows(WEIGHT_GRAD_TILE)
+    pixels = octets.columns + (12 if h.span(h.k, 4) > 8 else 4)
+    slots = _slots((octets.height - 1) * v.d, rows, octets.stages)
+    rings = rows * (slots * pixels + (1 + octets.stages) * octets.columns)
+    macros = {**_macros(problem, octets), "GROUPS": rows // octets.rows, "HEIGHT": octets.height}
+    return macros, max(PIXEL_BYTES * rings, SCRATCH_BYTES)
+
+
+def _macros(problem: Problem, octets: Octets) -> dict[str, int]:
+    v, h = problem.vertical, problem.horizontal
+    return {
+        "KH": v.k, "KW": h.k, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "COLUMNS": octets.columns,
+        "ROWS": octets.rows, "STAGES": octets.stages, "THREADS": 32 * WARPS,
+    }  # fmt: skip
+
+
+def describe(problem: Problem, octets: Octets) -> str:
+    rows = octets.out_rows(WEIGHT_GRAD_TILE if octets.height else CONV_TILE)
+    size = f"{CHANNELS} channels x {rows} rows x {octets.columns} columns"
+    return f"tensor cores, octets of channels, in steps of {size}"
+
+
+def _course(problem: Problem, octets: Octets, out_rows: int, device: torch.device) -> tuple[int, list[int]]:
+    """Blocks that share the steps of some channels, and the kernel's sizes."""
+    v, h = problem.vertical, problem.horizontal
+    channel_blocks = -(-problem.channels // CHANNELS)
+    below = -(-((v.k - 1) * v.d + 1 - v.s - v.p) // v.s)  # rows that the last outputs reach behind their own
+    period = max(-(-(v.size + max(v.p, 0)) // v.s), v.out + max(below, 0))
+    steps_down = -(-((problem.images - 1) * period + v.out) // out_rows)
+    strips = -(-h.out // octets.columns)
+    steps = steps_down * strips
+    filter_parts = -(-v.k // octets.height) if octets.height else 1
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    share = -(-steps // min(steps, max(1, multiprocessors // (channel_blocks * filter_parts))))
+    sizes = [
+        problem.images,
+        problem.channels,
+        *conv_sizes(problem),
+        period,
+        steps_down,
+        strips,
+        channel_blocks,
+        steps,
+        share,
+    ]
+    return -(-steps // share), sizes
+
+
+def plan_conv(
+    problem: Problem,
+    octets: Octets,
+    source: Tensor,
+    result_size: Sequence[int],
+    memory_format: torch.memory_format,
+    rotate: bool,
+) -> Plan:
+    """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
+    macros, shared = conv_macros(problem, octets)
+    splits, sizes = _course(problem, octets, octets.out_rows(CONV_TILE), source.device)
+    blocks = -(-problem.channels // CHANNELS) * splits
+    shape = {"blocks": blocks, "threads": 32 * WARPS, "shared_bytes": shared}
+    return conv_plan("depthwise_octets", problem, macros, sizes, source, result_size, memory_format, rotate, **shape)
+
+
+def plan_weight_grad(problem: Problem, octets: Octets, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
+    macros, shared = weight_grad_macros(problem, octets)
+    splits, sizes = _course(problem, octets, octets.out_rows(WEIGHT_GRAD_TILE), x.device)
+    filter_parts = -(-problem.vertical.k // octets.height)
+    blocks = -(-problem.channels // CHANNELS) * filter_parts * splits
+    shape = {"blocks": blocks, "threads": 32 * WARPS, "shared_bytes": shared}
+    numbers, kernel = [*sizes, filter_parts], "depthwise_octets_weight_grad"
+    return weight_grad_plan(kernel, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)

@@ -1,0 +1,33 @@
+// How a block or a warp walks through its part of a tensor: a strip is some columns of an image, a step goes some rows down it. A strip
+// starts with steps that only load, until the rows above its first outputs are there.
+#pragma once
+
+struct Walk {
+  int left;    // steps with outputs from here on
+  int number;  // < 0: of a step that only loads
+  int slot, row, column, image, channel;
+};
+
+// first: number of the first of `left` steps, in the order channel, image, strip, row. Params: images, strips_across, steps_down.
+template <int step_rows, int strip_columns, int leading, class Params> __device__ __forceinline__ Walk start_walk(int first, int left, const Params& p) {
+  unsigned t = first;
+  Walk s;
+  s.left = left, s.number = -leading, s.slot = 0;
+  s.row = (int(t % p.steps_down) - leading) * step_rows, t /= p.steps_down;
+  s.column = t % p.strips_across * strip_columns, t /= p.strips_across;
+  s.image = t % p.images, s.channel = t / p.images;
+  return s;
+}
+
+template <int step_rows, int strip_columns, int leading, int slots, class Params> __device__ __forceinline__ void advance(Walk& s, const Params& p) {
+  s.slot = s.slot + 1 == slots ? 0 : s.slot + 1;
+  s.row += step_rows;
+  if (++s.number <= 0) return;
+  --s.left;
+  if (s.row < p.steps_down * step_rows) return;
+  s.number = -leading, s.row = -leading * step_rows;
+  if ((s.column += strip_columns) < p.strips_across * strip_columns) return;
+  s.column = 0;
+  if (++s.image < p.images) return;
+  s.image = 0, ++s.channel;
+}
