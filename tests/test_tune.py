@@ -15,8 +15,7 @@ from support import channels_last, check_convolution, check_values, geometry
 from torch import Tensor
 
 from flashdwc.bench import tuning
-from flashdwc.bench.ahead import operands
-from flashdwc.bench.case import DTYPES, parse
+from flashdwc.bench.ahead import arguments_of
 from flashdwc.core import tune
 from flashdwc.core.backend import Backend
 from flashdwc.core.errors import CacheWarning
@@ -197,7 +196,6 @@ def test_tuning_on_a_gpu(shape, monkeypatch, tmp_path):
     request = tuning.Request(inputs=None, batches=[1], dtypes=["fp16"], layout="contiguous")
     title, *lines = tuning.tune_all(shape, request, DEVICE)
     assert title == shape and len(lines) == 3
-    case, dtype, layout = parse(shape)
-    x, w = operands(case, DTYPES[dtype], layout, DEVICE)
-    check_convolution(x.normal_(), w.normal_(), padding=case.kernel[0] // 2, impl="cuda")
+    x, w, b, stride, padding, dilation = arguments_of(shape, DEVICE)
+    check_convolution(x.normal_(), w.normal_(), b, stride=stride, padding=padding, dilation=dilation, impl="cuda")
     tune._choices.cache_clear()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +14,9 @@ from torch import Tensor, nn
 from ..convert import convert
 from ..core.backend import Explanation, explain
 from ..ops import depthwise_conv2d
-from .case import DTYPES, LAYOUTS, Case, is_shape, parse
+from .case import DTYPES, LAYOUTS, is_shape, parse
 from .friendly import UserError
-from .layers import build_model, in_layout, record_layers
+from .layers import Recorded, build_model, in_layout, record_layers
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,7 @@ def check(what: str) -> None:
 
 
 def explain_shape(text: str, device: torch.device) -> str:
-    case, dtype, layout = parse(text)
-    x, weight = operands(case, DTYPES[dtype], layout, device)
-    return str(explain(depthwise_conv2d, x, weight, None, case.stride, case.pads, case.dilation))
+    return str(explain(depthwise_conv2d, *arguments_of(text, device)))
 
 
 def explain_model(name: str, request: Request, device: torch.device) -> str:
@@ -65,9 +65,8 @@ def explain_model(name: str, request: Request, device: torch.device) -> str:
             if not hasattr(layer, "explain"):  # convert left it alone
                 rows.append((*start, "torch", "torch", "torch", "", reports[record.name].reason))
                 continue
-            there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-            explanation = layer.to_empty(device=device).explain(there)
-            layer.to("meta")
+            with brought_to(device, record) as there:
+                explanation = layer.explain(there)
             rows.append((*start, explanation.chosen, *_gradients(explanation), _floor(explanation), explanation.reason))
         if len(rows) == 1:
             raise UserError(f"{name} has no depthwise layer that its input reaches")
@@ -78,12 +77,11 @@ def explain_model(name: str, request: Request, device: torch.device) -> str:
 def warm_up(what: str, request: Request, device: torch.device) -> Iterator[str]:
     """Runs forward and backward once for each call; one line for each."""
     if is_shape(what):
-        case, dtype, layout = parse(what)
-        x, weight = operands(case, DTYPES[dtype], layout, device)
+        x, weight, *rest = arguments_of(what, device)
         x.requires_grad_()
         weight.requires_grad_()
         start = time.perf_counter()
-        depthwise_conv2d(x, weight, None, case.stride, case.pads, case.dilation).sum().backward()
+        depthwise_conv2d(x, weight, *rest).sum().backward()
         yield f"{what}: {_seconds_since(start, device)}"
         return
     model, own_input = build_model(what)
@@ -101,9 +99,21 @@ def warm_up(what: str, request: Request, device: torch.device) -> Iterator[str]:
         yield f"{what}, input {times(shape)}, {dtype}, {request.layout}: {_seconds_since(start, device)}"
 
 
-def operands(case: Case, dtype: torch.dtype, layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    x = torch.empty(case.input_shape, dtype=dtype, device=device, memory_format=LAYOUTS[layout])
-    return x, torch.empty(case.weight_shape, dtype=dtype, device=device)
+def arguments_of(shape: str, device: torch.device) -> tuple[Any, ...]:
+    """Of ``depthwise_conv2d``; the tensors hold nothing yet."""
+    case, dtype, layout = parse(shape)
+    x = torch.empty(case.input_shape, dtype=DTYPES[dtype], device=device, memory_format=LAYOUTS[layout])
+    weight = torch.empty(case.weight_shape, dtype=DTYPES[dtype], device=device)
+    return x, weight, None, case.stride, case.pads, case.dilation
+
+
+@contextmanager
+def brought_to(device: torch.device, recorded: Recorded) -> Iterator[Tensor]:
+    """The layer, which has no memory behind it, on a device, and an input like the recorded one; both hold nothing yet."""
+    layer, x = recorded.layer, recorded.input
+    layer.to_empty(device=device)
+    yield torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    layer.to("meta")
 
 
 def meta_call(name: str, model: nn.Module, shape: tuple[int, ...], dtype: str, layout: str) -> tuple[nn.Module, Tensor]:

@@ -16,8 +16,6 @@ from .case import LAYOUTS
 from .friendly import INSTALL, UserError, closest, require
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

@@ -14,8 +14,8 @@ from ..core import tune
 from ..core.backend import Backend, choose, record
 from ..core.op import Operator
 from ..ops import depthwise_conv2d
-from .ahead import Request, meta_call, operands, times
-from .case import DTYPES, is_shape, parse
+from .ahead import Request, arguments_of, brought_to, meta_call, times
+from .case import is_shape
 from .friendly import os_error
 from .layers import build_model, record_layers
 from .timers import Timing, compare
@@ -23,7 +23,6 @@ from .timers import Timing, compare
 SECONDS = 0.3  # for the ways of one call
 WORTH_KEEPING = 0.98  # of the present way's time: a smaller gain is noise
 SAME = 0.02  # difference that the ways' results may have, of their largest value
-
 
 Call = tuple[Operator, tuple]
 
@@ -97,24 +96,21 @@ def tune_call(operator: Operator, args: tuple, device: torch.device, done: set[s
 def _layers(what: str, request: Request, device: torch.device) -> Iterator[tuple[str, list[Call]]]:
     """Titles, and the calls of each layer's three operators, on random numbers."""
     if is_shape(what):
-        case, dtype, layout = parse(what)
-        x, weight = operands(case, DTYPES[dtype], layout, device)
+        x, weight, *rest = arguments_of(what, device)
         _fill(x, weight)
-        yield what, record(depthwise_conv2d, x, weight, None, case.stride, case.pads, case.dilation).calls
+        yield what, record(depthwise_conv2d, x, weight, *rest).calls
         return
     with torch.device("meta"):
         model, own_input = build_model(what)
     convert(model)
     for shape, dtype in request.calls(own_input):
         for recorded in record_layers(*meta_call(what, model, shape, dtype, request.layout)):
-            layer, x = recorded.layer, recorded.input
+            layer = recorded.layer
             if not hasattr(layer, "record"):  # convert left it alone
                 continue
-            there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-            layer.to_empty(device=device)
-            _fill(there, *layer.parameters())
-            yield f"{recorded.name}, input {times(x.shape)}, {dtype}", layer.record(there).calls
-            layer.to("meta")
+            with brought_to(device, recorded) as x:
+                _fill(x, *layer.parameters())
+                yield f"{recorded.name}, input {times(x.shape)}, {dtype}", layer.record(x).calls
 
 
 def _fill(*tensors: Tensor) -> None:

@@ -30,6 +30,7 @@ import torch
 
 from .config import config
 from .errors import CacheWarning, CaptureError, CompileError, LaunchError
+from .files import replace_file
 
 SOURCES = Path(__file__).parent.parent / "kernels" / "cuda"
 COMPILER = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")  # packages
@@ -150,15 +151,8 @@ def _read_entry(path: Path) -> bytes | None:
 def _write_entry(path: Path, cubin: bytes, source: str) -> None:
     global _warned_about_cache
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for target, content in (
-            (path.with_suffix(".cu"), source.encode()),
-            (path, hashlib.sha256(cubin).digest() + cubin),
-        ):
-            handle, temporary = tempfile.mkstemp(dir=path.parent)
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.replace(temporary, target)  # other processes see all of it or nothing
+        replace_file(path.with_suffix(".cu"), source.encode())
+        replace_file(path, hashlib.sha256(cubin).digest() + cubin)
     except OSError as error:
         if not _warned_about_cache:
             _warned_about_cache = True

@@ -8,9 +8,7 @@ which counts more. A choice that is no way any more, as kernels change, is ignor
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,6 +20,7 @@ import torch
 
 from .config import config
 from .errors import CacheWarning
+from .files import replace_file
 
 TABLES = Path(__file__).parent.parent / "kernels" / "tuned"
 _lock = threading.Lock()
@@ -55,12 +54,8 @@ def keep(device: torch.device, choices: Mapping[str, str]) -> Path:
     gpu = torch.cuda.get_device_properties(device).name
     path = own_file(gpu)
     with _lock:
-        path.parent.mkdir(parents=True, exist_ok=True)
         content = json.dumps({"gpu": gpu, "choices": {**_read(path), **choices}}, indent=1, sort_keys=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            file.write(content + "\n")
-        os.replace(temporary, path)  # other processes see all of it or nothing
+        replace_file(path, f"{content}\n".encode())
         _choices.cache_clear()
     return path
 

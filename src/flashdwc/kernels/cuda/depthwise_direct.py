@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,6 +51,7 @@ def why_not(problem: Problem) -> str | None:
 # The choices below were measured on an H200, over some hundred layers of networks. Strips: channels, rows, columns.
 CONV_STRIPS = (4, 2, 4), (2, 2, 2), (1, 1, 2)  # of a small problem one that leaves enough threads
 MANY_TAPS_CONV_STRIPS = (2, 4, 4), (2, 2, 4), (2, 2, 2)
+NARROW_CONV_STRIPS = (1, 4, 4), (1, 2, 2)
 ENOUGH_THREADS = 15_000
 WEIGHT_GRAD_STRIP, STRIDED_WEIGHT_GRAD_STRIP = (4, 2, 4), (2, 2, 2)
 # With a filter row a block, of at most so many taps: more take more registers. Maps are 7, 14, 28 and 56 wide.
@@ -61,10 +62,7 @@ ENOUGH_BLOCKS = MULTIPROCESSORS // 4  # for one launch
 
 
 def conv_strip(problem: Problem) -> Strip:
-    v, h, widest = problem.vertical, problem.horizontal, min(problem.inner.vector, problem.outer.vector)
-    choices = CONV_STRIPS if problem.taps <= FEW_TAPS else MANY_TAPS_CONV_STRIPS
-    fitting = [s for s in choices if s[0] <= widest] if widest > 1 else [(1, 4, 4), (1, 2, 2)]
-    fitting = [s for s in fitting if s[1] % v.u == 0 and s[2] % h.u == 0]
+    fitting = _fitting(problem, CONV_STRIPS if problem.taps <= FEW_TAPS else MANY_TAPS_CONV_STRIPS)
     strip = next((s for s in fitting if problem.outputs >= ENOUGH_THREADS * s[0] * s[1] * s[2]), fitting[-1])
     return _share(problem, Strip(*strip, lanes=1, threads=128))
 
@@ -73,11 +71,15 @@ def conv_layouts(problem: Problem, shared_limit: int) -> list[Strip]:
     """Those that a problem allows."""
     if why_not(problem) is not None:
         return []
-    widest = min(problem.inner.vector, problem.outer.vector)
-    choices = {*CONV_STRIPS, *MANY_TAPS_CONV_STRIPS} if widest > 1 else {(1, 4, 4), (1, 2, 2), (1, 1, 2)}
-    v, h = problem.vertical, problem.horizontal
-    fitting = [s for s in sorted(choices) if s[0] <= widest and s[1] % v.u == 0 and s[2] % h.u == 0]
+    fitting = _fitting(problem, dict.fromkeys((*CONV_STRIPS, *MANY_TAPS_CONV_STRIPS)))
     return [_share(problem, Strip(*strip, lanes=1, threads=128)) for strip in fitting]
+
+
+def _fitting(problem: Problem, choices: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Those that a problem allows; where a thread can have one channel only, of others."""
+    v, h, widest = problem.vertical, problem.horizontal, min(problem.inner.vector, problem.outer.vector)
+    choices = choices if widest > 1 else NARROW_CONV_STRIPS
+    return [s for s in choices if s[0] <= widest and s[1] % v.u == 0 and s[2] % h.u == 0]
 
 
 def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Strip]:

@@ -12,8 +12,8 @@
 //
 // A block takes 64 channels, whole lines of memory, and a part of all steps. A strip is COLUMNS columns of the column of all images
 // (octets.cuh); a step down it gives STEP_ROWS rows. The input is a ring of slots of so many rows, filled by asynchronous copies STAGES
-// steps ahead. A warp keeps its T in registers, or takes it
-// from shared memory. Between two barriers it starts copies, stores outputs of the step before, and multiplies.
+// steps ahead. A warp keeps its T in registers, or takes it from shared memory. Between two barriers it starts copies, stores outputs of
+// the step before, and multiplies.
 //
 // 0 * inf in T makes NaN of an output that never meets the inf: outputs that are not finite are computed again, tap by tap.
 #include "by_taps.cuh"
@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply(Filter& f, const u16* taps, const Windo
   float acc[ROWS][4][4], start[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) start[i] = starts[i];
-  Words x[2][FOURS + SW];
+  Octet x[2][FOURS + SW];
   auto load = [&](int y) {  // ahead of what is written to shared memory, which the compiler takes for the same
 #pragma unroll
     for (int q = 0; q < FOURS + SW; ++q) x[y % 2][q] = load_octet(window(y, swizzle<SH, SW>(y, 4 * q) / 4) + q * 4 * PIXEL_BYTES);
@@ -199,8 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_octets(const 
     u32 watched = 0;
     staged = now.left > 0 && now.number >= 0;
     if (staged) {
-      const int oldest = now.slot - LEADING, first_row = (oldest < 0 ? oldest + SLOTS : oldest) * SLOT_ROWS;
-      int from_row = first_row + lane_row * SH;
+      int from_row = oldest_row<LEADING, SLOTS, SLOT_ROWS>(now) + lane_row * SH;
       if (from_row >= RING_ROWS) from_row -= RING_ROWS;
       const int left = RING_ROWS - from_row;  // rows to the end of the ring
       const char* from = inputs + from_row * Inputs::row_bytes + (lane_column * SW + t) * PIXEL_BYTES;

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core.backend import Plan
 from .depthwise_problem import Problem
 from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
-from .depthwise_tiles import round_up
+from .depthwise_tiles import leading_steps, round_up
 
 ENOUGH_OUTPUTS = 2**62  # no rule chooses these kernels before they are measured; `flashdwc warmup --tune` may
 CHANNELS, PIXEL_BYTES, WARPS = 64, 128, 8  # of a block: a line of memory of each pixel, a warp for each octet
@@ -85,8 +85,7 @@ def _suits(problem: Problem) -> bool:
 
 def _covers(problem: Problem) -> bool:
     plain = problem.vertical.u * problem.horizontal.u * problem.spread * problem.sum == 1
-    wide = problem.inner.nhwc and problem.outer.nhwc and problem.inner.vector == problem.outer.vector == 8
-    return plain and wide and problem.taps > 1
+    return plain and problem.by_octets and problem.taps > 1
 
 
 def _layouts(problem: Problem, most_rows: int) -> Iterator[Octets]:
@@ -115,16 +114,12 @@ def _streamed(problem: Problem) -> bool:
     return 4 * problem.vertical.k * _fours(problem) > FILTER_REGISTERS
 
 
-def _slots(halo: int, rows: int, stages: int) -> int:
-    return -(-max(0, halo) // rows) + 1 + stages
-
-
 def conv_macros(problem: Problem, octets: Octets) -> tuple[dict[str, int], int]:
     """Macros of ``depthwise_octets.cu`` and the shared memory in bytes."""
     v, h, fours = problem.vertical, problem.horizontal, _fours(problem)
     out_rows = octets.out_rows(CONV_TILE)
     pixels, slot_rows = (octets.columns - 8) * h.s + 4 * (fours + h.s), out_rows * v.s
-    slots = _slots((v.k - 1) * v.d + 1 - v.s, slot_rows, octets.stages)
+    slots = leading_steps((v.k - 1) * v.d + 1 - v.s, slot_rows) + 1 + octets.stages
     macros = {
         **_macros(problem, octets), "SH": v.s, "SW": h.s, "UH": 1, "UW": 1, "SPREAD": 1, "SUM": 1, "STREAMED": _streamed(problem),
     }  # fmt: skip
@@ -137,7 +132,7 @@ def weight_grad_macros(problem: Problem, octets: Octets) -> tuple[dict[str, int]
     """Macros of ``depthwise_octets_weight_grad.cu`` and the shared memory in bytes."""
     v, h, rows = problem.vertical, problem.horizontal, octets.out_rows(WEIGHT_GRAD_TILE)
     pixels = octets.columns + (12 if h.span(h.k, 4) > 8 else 4)
-    slots = _slots((octets.height - 1) * v.d, rows, octets.stages)
+    slots = leading_steps((octets.height - 1) * v.d, rows) + 1 + octets.stages
     rings = rows * (slots * pixels + (1 + octets.stages) * octets.columns)
     macros = {**_macros(problem, octets), "GROUPS": rows // octets.rows, "HEIGHT": octets.height}
     return macros, max(PIXEL_BYTES * rings, SCRATCH_BYTES)
@@ -157,8 +152,10 @@ def describe(problem: Problem, octets: Octets) -> str:
     return f"tensor cores, octets of channels, in steps of {size}"
 
 
-def _course(problem: Problem, octets: Octets, out_rows: int, device: torch.device) -> tuple[int, list[int]]:
-    """Blocks that share the steps of some channels, and the kernel's sizes."""
+def _course(
+    problem: Problem, octets: Octets, out_rows: int, filter_parts: int, device: torch.device
+) -> tuple[int, int, list[int]]:
+    """All blocks, those that share the steps of some channels and filter rows, and the kernel's sizes."""
     v, h = problem.vertical, problem.horizontal
     channel_blocks = -(-problem.channels // CHANNELS)
     below = -(-((v.k - 1) * v.d + 1 - v.s - v.p) // v.s)  # rows that the last outputs reach behind their own
@@ -166,7 +163,6 @@ def _course(problem: Problem, octets: Octets, out_rows: int, device: torch.devic
     steps_down = -(-((problem.images - 1) * period + v.out) // out_rows)
     strips = -(-h.out // octets.columns)
     steps = steps_down * strips
-    filter_parts = -(-v.k // octets.height) if octets.height else 1
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     share = -(-steps // min(steps, max(1, multiprocessors // (channel_blocks * filter_parts))))
     sizes = [
@@ -180,7 +176,8 @@ def _course(problem: Problem, octets: Octets, out_rows: int, device: torch.devic
         steps,
         share,
     ]
-    return -(-steps // share), sizes
+    splits = -(-steps // share)
+    return channel_blocks * filter_parts * splits, splits, sizes
 
 
 def plan_conv(
@@ -193,17 +190,15 @@ def plan_conv(
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
     macros, shared = conv_macros(problem, octets)
-    splits, sizes = _course(problem, octets, octets.out_rows(CONV_TILE), source.device)
-    blocks = -(-problem.channels // CHANNELS) * splits
+    blocks, _, sizes = _course(problem, octets, octets.out_rows(CONV_TILE), 1, source.device)
     shape = {"blocks": blocks, "threads": 32 * WARPS, "shared_bytes": shared}
     return conv_plan("depthwise_octets", problem, macros, sizes, source, result_size, memory_format, rotate, **shape)
 
 
 def plan_weight_grad(problem: Problem, octets: Octets, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
     macros, shared = weight_grad_macros(problem, octets)
-    splits, sizes = _course(problem, octets, octets.out_rows(WEIGHT_GRAD_TILE), x.device)
     filter_parts = -(-problem.vertical.k // octets.height)
-    blocks = -(-problem.channels // CHANNELS) * filter_parts * splits
+    blocks, splits, sizes = _course(problem, octets, octets.out_rows(WEIGHT_GRAD_TILE), filter_parts, x.device)
     shape = {"blocks": blocks, "threads": 32 * WARPS, "shared_bytes": shared}
     numbers, kernel = [*sizes, filter_parts], "depthwise_octets_weight_grad"
     return weight_grad_plan(kernel, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)

@@ -52,11 +52,11 @@ __device__ __forceinline__ void accumulate(float (&g)[HEIGHT][4][4], const Windo
   u32 b[ROWS][4][2];
 #pragma unroll
   for (int y = 0; y < ROWS + HALO; ++y) {
-    Words x[2][2];  // [half][lower and upper eight of the window]
+    Octet x[2][2];  // [half][lower and upper eight of the window]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (y < ROWS) {
-        const Words v = load_octet(output + (y + half * HALF_ROWS) * Outputs::row_bytes + half * HALF_COLUMNS * PIXEL_BYTES);
+        const Octet v = load_octet(output + (y + half * HALF_ROWS) * Outputs::row_bytes + half * HALF_COLUMNS * PIXEL_BYTES);
 #pragma unroll
         for (int w = 0; w < 4; ++w) b[y][w][half] = v.word[w] & mask;
       }
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_octets_weight
     if (ahead.left > 0) fetch(shared_address(inputs), shared_address(outputs), ahead, out_ahead, channel, first_kh, p);
     copy_async_commit();
     if (now.number >= 0) {
-      const int oldest = now.slot - LEADING, first = (oldest < 0 ? oldest + SLOTS : oldest) * STEP_ROWS + block_row;
+      const int first = oldest_row<LEADING, SLOTS, STEP_ROWS>(now) + block_row;
       int left[2];  // rows to the end of the ring
       const char* from[2];
 #pragma unroll

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...core.backend import Plan
 from .depthwise_problem import Problem
 from .depthwise_stream import ENOUGH_OUTPUTS, describe_steps, plan_strips
-from .depthwise_tiles import round_up
+from .depthwise_tiles import leading_steps, round_up
 
 SIDES = range(3, 6)  # of a filter: with fewer rows other kernels are faster, with more the mma is short of work
 
@@ -37,9 +37,8 @@ def conv_layouts(problem: Problem, shared_limit: int) -> list[Pairs]:
     """Those that a problem allows, the likely fastest first."""
     v, h = problem.vertical, problem.horizontal
     plain = max(v.s, h.s, v.u, h.u, v.d, h.d, problem.spread, problem.sum) == 1
-    wide = problem.inner.nhwc and problem.outer.nhwc and problem.inner.vector == problem.outer.vector == 8
     small_filter = v.k in SIDES and h.k in SIDES
-    if not (plain and wide and small_filter and problem.channels % 64 == 0):  # whole lines of memory
+    if not (plain and problem.by_octets and small_filter and problem.channels % 64 == 0):  # whole lines of memory
         return []
     # beyond 196 KB of shared memory too little is left to the first-level cache, which the copies go through
     first, second, third = Pairs(64, 32, 4, 2), Pairs(64, 64, 2, 3), Pairs(64, 64, 4, 1)
@@ -51,7 +50,7 @@ def macros(problem: Problem, pairs: Pairs) -> tuple[dict[str, int], int]:
     """Macros of ``depthwise_pairs.cu`` and the shared memory in bytes."""
     v, h = problem.vertical, problem.horizontal
     cells = pairs.columns // 2 + (h.k + 2) // 2 - 1
-    slots = -(-(v.k - 1) // pairs.out_rows) + 1 + pairs.stages
+    slots = leading_steps(v.k - 1, pairs.out_rows) + 1 + pairs.stages
     plane = round_up(slots * pairs.out_rows * cells * 16 - 16, 128) + 16
     outputs = pairs.out_rows * pairs.columns * (2 * pairs.channels + 8)
     return {

@@ -79,6 +79,11 @@ class Problem:
         return self.vertical.k * self.horizontal.k
 
     @property
+    def by_octets(self) -> bool:
+        """Do both tensors lie in channels_last and allow accesses of 8 channels?"""
+        return self.inner == self.outer == Layout(True, 8)
+
+    @property
     def strided(self) -> bool:
         v, h = self.vertical, self.horizontal
         return max(v.s, h.s, v.u, h.u) > 1

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...core.backend import Plan
 from .depthwise_problem import Problem
 from .depthwise_tensor_core import conv_plan, conv_sizes
-from .depthwise_tiles import lead_and_shift, octet_pitch, pitches, round_up
+from .depthwise_tiles import lead_and_shift, leading_steps, octet_pitch, pitches, round_up
 
 ENOUGH_OUTPUTS = 16_000_000  # that the steps of a strip outweigh its start
 LARGEST_SIDE = 31  # of a filter: no larger one fits
@@ -67,8 +67,7 @@ def conv_layouts(problem: Problem, shared_limit: int) -> list[Stream]:
     """Those that a problem allows, the likely fastest first."""
     v, h = problem.vertical, problem.horizontal
     plain = max(v.s, h.s, v.u, h.u, problem.spread, problem.sum) == 1
-    wide = problem.inner.nhwc and problem.outer.nhwc and problem.inner.vector == problem.outer.vector == 8
-    if not (plain and wide and max(v.k, h.k) <= LARGEST_SIDE):
+    if not (plain and problem.by_octets and max(v.k, h.k) <= LARGEST_SIDE):
         return []
     blocks = 8 if h.out > 32 else 4
     choices: tuple[Stream, ...] = ()
@@ -151,7 +150,7 @@ def share(problem: Problem, columns: int, rows: int, splits: int) -> tuple[int, 
     v, h = problem.vertical, problem.horizontal
     across = -(-h.out // columns)
     steps = -(-v.out // rows)
-    leading = -(-(v.k - 1) * v.d // rows)
+    leading = leading_steps((v.k - 1) * v.d, rows)
     strips_of_full_height = problem.images * across
 
     def rounds(strip_steps: int) -> tuple[int, int]:

@@ -207,6 +207,11 @@ CONV_COST = CostModel(1.63, 0.67, 0.31, 31.9, 72.3, 27.6, 2.73, 1.56, 437.0, 0.5
 WEIGHT_GRAD_COST = CostModel(1.32, 1.0, 1.50, 90.4, 0.02, 20.4, 4.82, 1.25, 2926.0, 0.57, 0.1)
 
 
+def leading_steps(halo: int, rows: int) -> int:
+    """Steps of so many rows that only load, until ``halo`` rows above the first outputs are there."""
+    return -(-max(0, halo) // rows)
+
+
 def grid(problem: Problem, tile: Tile) -> tuple[int, int, int, int]:
     """All blocks, tiles across, tiles down, blocks of channels."""
     across = -(-problem.horizontal.out // (tile.blocks * 8 * problem.horizontal.u))

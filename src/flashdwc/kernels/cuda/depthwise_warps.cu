@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_w
     copy_async_wait<STAGES>();
     __syncwarp();
     if (now.number >= 0) {
-      const int oldest = now.slot - LEADING, row = (oldest < 0 ? oldest + SLOTS : oldest) * SLOT_ROWS + lane_row;
+      const int row = oldest_row<LEADING, SLOTS, SLOT_ROWS>(now) + lane_row;
       u32 watched = 0;
       u16* to[2];
       int rows[2];

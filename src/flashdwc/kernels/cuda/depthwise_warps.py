@@ -12,6 +12,7 @@ from torch import Tensor
 from ...core.backend import Plan
 from .depthwise_problem import Problem
 from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
+from .depthwise_tiles import leading_steps
 
 ENOUGH_OUTPUTS = 2**62  # no rule chooses these kernels before they are measured; `flashdwc warmup --tune` may
 FEW_TAPS = 9  # CUDA cores are faster
@@ -50,7 +51,7 @@ def weight_grad_warps(problem: Problem, shared_limit: int) -> Warps | None:
 def conv_layouts(problem: Problem, shared_limit: int) -> list[Warps]:
     """Those that a problem allows, the likely fastest first."""
     v, h = problem.vertical, problem.horizontal
-    eighths, blocks = _eighths(problem), _blocks(problem)
+    eighths, blocks = _pieces(problem, 8), _blocks(problem)
     if not _covers(problem) or max(v.s, h.s) > 2 or eighths < 2 or problem.sum > 1:
         return []
     operands = v.k * eighths + 8 * -(-eighths // 2)
@@ -67,7 +68,7 @@ def conv_layouts(problem: Problem, shared_limit: int) -> list[Warps]:
 def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Warps]:
     """Those that a problem allows, the likely fastest first."""
     v, blocks = problem.vertical, _blocks(problem)
-    of_a_row = 4 * _sixteenths(problem)  # registers
+    of_a_row = 4 * _pieces(problem, 16)  # registers
     if not _covers(problem) or problem.strided or problem.spread > 1 or of_a_row > 24:
         return []
     parts = -(-v.k * of_a_row // 104)
@@ -101,13 +102,9 @@ def _lead(problem: Problem) -> int:
     return -problem.horizontal.p % problem.inner.vector
 
 
-def _eighths(problem: Problem) -> int:
-    """Of the window of 8 outputs."""
-    return -(-(_lead(problem) + problem.horizontal.span(problem.horizontal.k, 8)) // 8)
-
-
-def _sixteenths(problem: Problem) -> int:
-    return -(-(_lead(problem) + problem.horizontal.span(problem.horizontal.k, 8)) // 16)
+def _pieces(problem: Problem, columns: int) -> int:
+    """Of so many columns, that the window of 8 outputs spans."""
+    return -(-(_lead(problem) + problem.horizontal.span(problem.horizontal.k, 8)) // columns)
 
 
 def _pitch(columns: int, warps: Warps, stride: int) -> int:
@@ -128,17 +125,17 @@ def conv_macros(problem: Problem, warps: Warps) -> tuple[dict[str, int], int]:
     """Macros of ``depthwise_warps.cu`` and the shared memory in bytes."""
     v, h = problem.vertical, problem.horizontal
     slot_rows = warps.out_rows * v.s
-    leading = -(-max(0, (v.k - 1) * v.d + 1 - v.s) // slot_rows)
-    pitch = _pitch((warps.blocks - 1) * 8 * h.s + 8 * _eighths(problem), warps, v.s)
+    slots = leading_steps((v.k - 1) * v.d + 1 - v.s, slot_rows) + 1 + warps.stages
+    pitch = _pitch((warps.blocks - 1) * 8 * h.s + 8 * _pieces(problem, 8), warps, v.s)
     macros = {
         **_macros(problem, warps), "SH": v.s, "SW": h.s, "UH": 1, "UW": 1, "SPREAD": problem.spread, "SUM": 1, "PITCH": pitch,
     }  # fmt: skip
-    return macros, 2 * warps.warps * (leading + 1 + warps.stages) * slot_rows * pitch
+    return macros, 2 * warps.warps * slots * slot_rows * pitch
 
 
 def weight_grad_macros(problem: Problem, warps: Warps) -> tuple[dict[str, int], int]:
     """Macros of ``depthwise_warps_weight_grad.cu`` and the shared memory in bytes."""
-    sixteenths = _sixteenths(problem)
+    sixteenths = _pieces(problem, 16)
     pitch = _pitch(8 * warps.blocks + 16 * sixteenths - 8, warps, 1)
     out_pitch = _pitch(8 * warps.blocks, warps, 1)
     slots = _leading(problem, warps) + 1 + warps.stages
@@ -151,7 +148,7 @@ def weight_grad_macros(problem: Problem, warps: Warps) -> tuple[dict[str, int], 
 
 def _leading(problem: Problem, warps: Warps) -> int:
     """Steps that only load, at the start of a weight gradient's strip."""
-    return -(-(warps.height - 1) * problem.vertical.d // warps.out_rows)
+    return leading_steps((warps.height - 1) * problem.vertical.d, warps.out_rows)
 
 
 def _macros(problem: Problem, warps: Warps) -> dict[str, int]:

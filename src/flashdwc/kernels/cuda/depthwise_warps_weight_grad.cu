@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_w
     copy_async_wait<STAGES>();
     __syncwarp();
     if (now.number >= 0) {
-      const int oldest = now.slot - LEADING, row = (oldest < 0 ? oldest + SLOTS : oldest) * STEP_ROWS + lane_row;
+      const int row = oldest_row<LEADING, SLOTS, STEP_ROWS>(now) + lane_row;
       accumulate(g, InputWindow(ring + lane_bytes, row), outputs + out_slot * OUT_SLOT_BYTES + output_lane);
     }
     __syncwarp();
@@ -91,22 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_w
     out_slot = next(out_slot), out_ahead = next(out_ahead);
   }
 
-  float* sums = reinterpret_cast<float*>(shared) + warp * (WARP_BYTES / 4);
+  float* scratch = reinterpret_cast<float*>(shared) + warp * (WARP_BYTES / 4);
   static_assert(16 * M16 * 8 * 4 <= WARP_BYTES);
 #pragma unroll
-  for (int kh = 0; kh < HEIGHT; ++kh) {
-    __syncwarp();
-#pragma unroll
-    for (int t = 0; t < M16; ++t)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sums[(16 * t + lane / 4 + e / 2 * 8) * 8 + lane % 4 * 2 + e % 2] = g[kh][t][e];
-    __syncwarp();
-    if (first_kh + kh >= KH) break;
-    for (int kw = lane; kw < KW; kw += 32) {
-      float sum = 0.f;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sum += sums[(LEAD + kw * DW + j) * 8 + j];
-      write_tap(p, split, channel, (first_kh + kh) * KW + kw, sum);
-    }
-  }
+  for (int kh = 0; kh < HEIGHT; ++kh) write_diagonals<LEAD, 1>(p, scratch, g[kh], split, channel, first_kh + kh);
 }

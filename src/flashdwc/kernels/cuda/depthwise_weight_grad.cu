@@ -109,25 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_w
 
   __syncthreads();
   float* scratch = reinterpret_cast<float*>(shared) + warp * (16 * M16 * 8);
-  const int row = lane / 4, column = 2 * (lane % 4);
 #pragma unroll
-  for (int i = 0; i < PER_WARP; ++i) {
-    int c = channel + warp + i * WARPS;
+  for (int i = 0; i < PER_WARP; ++i)
 #pragma unroll
-    for (int kh = 0; kh < HEIGHT; ++kh) {
-      __syncwarp();
-#pragma unroll
-      for (int t = 0; t < M16; ++t)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) scratch[(16 * t + row + e / 2 * 8) * 8 + column + e % 2] = g[i][kh][t][e];
-      __syncwarp();
-      if (first + kh >= KH || c >= p.channels) continue;
-      for (int kw = lane; kw < KW; kw += 32) {
-        float sum = 0.f;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) sum += scratch[(LEAD + j * SW + kw * DW) * 8 + j];
-        write_tap(p, split, c, (first + kh) * KW + kw, sum);
-      }
-    }
-  }
+    for (int kh = 0; kh < HEIGHT; ++kh) write_diagonals<LEAD, SW>(p, scratch, g[i][kh], split, channel + warp + i * WARPS, first + kh);
 }

@@ -9,12 +9,10 @@
 
 constexpr int OCTETS = 8, CHANNELS = 8 * OCTETS, PIXEL_BYTES = 2 * CHANNELS, WARPS = THREADS / 32;  // a pixel: a line of memory
 
-struct Words {  // an octet
-  u32 word[4];
-};
-__device__ __forceinline__ Words load_octet(const char* from) {
-  const uint4 v = *reinterpret_cast<const uint4*>(from);
-  return {v.x, v.y, v.z, v.w};
+__device__ __forceinline__ Octet load_octet(const char* from) {
+  Octet v;
+  v.quad = *reinterpret_cast<const uint4*>(from);
+  return v;
 }
 
 struct Place {  // a row of the column of images; rows, columns, channels: of the tensor

@@ -31,3 +31,8 @@ template <int step_rows, int strip_columns, int leading, int slots, class Params
   if (++s.image < p.images) return;
   s.image = 0, ++s.channel;
 }
+
+// The row of the ring where a step's window starts: that of the oldest slot.
+template <int leading, int slots, int slot_rows> __device__ __forceinline__ int oldest_row(const Walk& s) {
+  return (s.slot < leading ? s.slot + slots - leading : s.slot - leading) * slot_rows;
+}
