@@ -20,6 +20,8 @@ from flashdwc.core import tune
 from flashdwc.core.backend import Backend
 from flashdwc.core.errors import CacheWarning
 from flashdwc.core.tune import Alternative, Alternatives
+from flashdwc.kernels.cuda import depthwise_octets
+from flashdwc.kernels.cuda.depthwise_problem import Axis, Problem
 from flashdwc.ops.depthwise_operators import forward, input_grad, weight_grad
 
 DEVICE = torch.device("cuda", 0)
@@ -63,6 +65,18 @@ def test_an_unreadable_file_is_not_used(own_files, content):
     with pytest.warns(CacheWarning):
         tune.keep(DEVICE, {"a": "one"})
     assert tune.choice(DEVICE, "a") == "one"
+
+
+def test_a_cache_that_is_no_folder_costs_no_warning_here(own_files, recwarn):
+    (own_files / "machine").touch()
+    assert tune.choice(DEVICE, "a") is None
+    assert not recwarn.list
+
+
+def test_octets_count_the_rows_of_all_images_in_32_bits():
+    few, many = (Problem(images, 64, Axis(1, 1, 3, 1, 1, 1), Axis(9, 9, 3, 1, 1, 1)) for images in (2**20, 2**30))
+    for layouts in (depthwise_octets.conv_layouts, depthwise_octets.weight_grad_layouts):
+        assert layouts(few, 227 * 1024) and not layouts(many, 227 * 1024)
 
 
 def cuda(operator) -> Backend:

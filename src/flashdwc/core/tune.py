@@ -77,7 +77,7 @@ def _read(path: Path) -> dict[str, str]:
     try:
         choices = json.loads(path.read_text())["choices"]
         return {str(problem): str(way) for problem, way in choices.items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.backend import Plan
-from .depthwise_problem import Problem
+from .depthwise_problem import Axis, Problem
 from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
 from .depthwise_tiles import leading_steps, round_up
 
@@ -85,7 +85,8 @@ def _suits(problem: Problem) -> bool:
 
 def _covers(problem: Problem) -> bool:
     plain = problem.vertical.u * problem.horizontal.u * problem.spread * problem.sum == 1
-    return plain and problem.by_octets and problem.taps > 1
+    rows = problem.images * _period(problem.vertical) * problem.vertical.s  # that 32 bits count
+    return plain and problem.by_octets and problem.taps > 1 and rows < 2**31
 
 
 def _layouts(problem: Problem, most_rows: int) -> Iterator[Octets]:
@@ -152,14 +153,19 @@ def describe(problem: Problem, octets: Octets) -> str:
     return f"tensor cores, octets of channels, in steps of {size}"
 
 
+def _period(v: Axis) -> int:
+    """Output rows from one image to the next in the column of all images."""
+    below = -(-((v.k - 1) * v.d + 1 - v.s - v.p) // v.s)  # rows that the last outputs reach behind their own
+    return max(-(-(v.size + max(v.p, 0)) // v.s), v.out + max(below, 0))
+
+
 def _course(
     problem: Problem, octets: Octets, out_rows: int, filter_parts: int, device: torch.device
 ) -> tuple[int, int, list[int]]:
     """All blocks, those that share the steps of some channels and filter rows, and the kernel's sizes."""
     v, h = problem.vertical, problem.horizontal
     channel_blocks = -(-problem.channels // CHANNELS)
-    below = -(-((v.k - 1) * v.d + 1 - v.s - v.p) // v.s)  # rows that the last outputs reach behind their own
-    period = max(-(-(v.size + max(v.p, 0)) // v.s), v.out + max(below, 0))
+    period = _period(v)
     steps_down = -(-((problem.images - 1) * period + v.out) // out_rows)
     strips = -(-h.out // octets.columns)
     steps = steps_down * strips
