@@ -7,9 +7,9 @@ import gc
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 _CACHE = tempfile.TemporaryDirectory(prefix="flashdwc-tests-")
 os.environ["FLASHDWC_CACHE_DIR"] = _CACHE.name  # before the package reads it; subprocesses inherit it
@@ -17,6 +17,7 @@ os.environ["FLASHDWC_CACHE_DIR"] = _CACHE.name  # before the package reads it; s
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from support import preferring  # noqa: E402
 
 torch.set_num_threads(1)  # OpenMP threads that spin for each other make shared machines crawl
 hypothesis.settings.register_profile("tests", deadline=None, database=None, print_blob=True)
@@ -72,36 +73,16 @@ def much_gpu_memory() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def _changed(
-    monkeypatch: pytest.MonkeyPatch, limits: Sequence[tuple[Any, str]], choices: Sequence[Any]
-) -> Iterator[None]:
-    """Limits of planners are 0; choices made under others are forgotten."""
-    for module, limit in limits:
-        monkeypatch.setattr(module, limit, 0)
-    for choice in choices:
-        choice.cache_clear()
-    yield
-    for choice in choices:
-        choice.cache_clear()
+@pytest.fixture
+def prefer() -> Iterator[Callable[[str], None]]:
+    """``prefer(family)``: as :func:`support.preferring`, to the end of the test."""
+    with ExitStack() as stack:
+        yield lambda family: stack.enter_context(preferring(family))
 
 
 @pytest.fixture
-def small_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The CUDA kernels for large problems take small ones too."""
-    from flashdwc.kernels.cuda import depthwise_maps, depthwise_pairs, depthwise_planar, depthwise_stream
+def many_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planes whose rows are not aligned exchange outputs even where they are few."""
+    from flashdwc.kernels.cuda import depthwise_planar
 
-    choices = depthwise_pairs.conv_pairs, depthwise_stream.conv_stream
-    choices += depthwise_maps.conv_maps, depthwise_maps.weight_grad_maps
-    limits = [(module, "ENOUGH_OUTPUTS") for module in (depthwise_maps, depthwise_pairs, depthwise_stream)]
-    yield from _changed(monkeypatch, [*limits, (depthwise_planar, "ENOUGH_WRITES")], choices)
-
-
-@pytest.fixture
-def octets_and_warps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The CUDA kernels that no rule chooses are chosen where they can be."""
-    from flashdwc.kernels.cuda import depthwise_octets, depthwise_warps
-
-    choices = depthwise_octets.conv_octets, depthwise_octets.weight_grad_octets
-    choices += depthwise_warps.conv_warps, depthwise_warps.weight_grad_warps
-    limits = [(module, "ENOUGH_OUTPUTS") for module in (depthwise_octets, depthwise_warps)]
-    yield from _changed(monkeypatch, limits, choices)
+    monkeypatch.setattr(depthwise_planar, "ENOUGH_WRITES", 0)

@@ -6,69 +6,65 @@ compute-sanitizer --tool memcheck --report-api-errors no python tests/sanitize.p
 from __future__ import annotations
 
 import torch
-from support import channels_last
+from support import channels_last, preferring
 from torch import Tensor
 
 from flashdwc import depthwise_conv2d
-from flashdwc.kernels.cuda import (
-    depthwise_maps,
-    depthwise_octets,
-    depthwise_pairs,
-    depthwise_planar,
-    depthwise_stream,
-    depthwise_warps,
-)
+from flashdwc.kernels.cuda import depthwise_planar
 
 # Input size, kernel, stride, padding (also left, right, top, bottom), dilation, multiplier, layout.
-CASES = [
-    ((2, 40, 29, 61), (7, 7), 1, 3, 1, 1, channels_last),  # these stream
-    ((2, 64, 21, 41), (3, 3), 1, 1, 1, 1, channels_last),
-    ((1, 128, 13, 70), (5, 5), 1, 2, 1, 1, channels_last),
-    ((1, 64, 17, 33), (3, 3), 1, 1, 1, 1, channels_last),
-    ((1, 48, 20, 70), (5, 5), 1, 2, 1, 1, channels_last),
-    ((1, 32, 18, 34), (7, 7), 1, 6, 2, 1, channels_last),
-    ((1, 16, 30, 40), (13, 13), 1, 6, 1, 1, channels_last),
-    ((1, 16, 20, 40), (31, 31), 1, 15, 1, 1, channels_last),
-    ((2, 37, 20, 21), (3, 3), 1, 1, 1, 1, channels_last),  # few taps
-    ((2, 24, 15, 15), (5, 5), 2, 2, 1, 1, channels_last),
-    ((3, 100, 7, 7), (7, 7), 1, 3, 1, 1, channels_last),  # tiles
-    ((2, 12, 14, 14), (7, 7), 1, 3, 1, 2, channels_last),
-    ((1, 16, 28, 28), (31, 31), 1, 15, 1, 1, channels_last),
-    ((2, 16, 12, 16), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
-    ((1, 8, 28, 26), (13, 13), 2, 6, 1, 1, Tensor.contiguous),
-    ((2, 33, 15, 15), (5, 5), 1, 2, 1, 1, Tensor.contiguous),  # planes
-    ((2, 16, 14, 14), (3, 3), 1, 1, 1, 1, Tensor.contiguous),  # whole maps
-    ((5, 24, 7, 7), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
-    ((2, 12, 28, 28), (5, 5), 2, 2, 1, 1, Tensor.contiguous),
-    ((2, 6, 56, 56), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
-    ((3, 8, 7, 7), (3, 3), 1, 3, 3, 1, Tensor.contiguous),
-    ((1, 24, 1, 1000), (1, 4), 1, (3, 0, 0, 0), 1, 1, Tensor.contiguous),
-]
-OCTETS_AND_WARPS = [
-    ((2, 64, 21, 41), (7, 7), 1, 3, 1, 1, channels_last),
-    ((5, 96, 14, 14), (5, 5), 1, 2, 1, 1, channels_last),
-    ((9, 64, 7, 7), (7, 7), 1, 3, 1, 1, channels_last),
-    ((2, 64, 20, 33), (13, 13), 1, 6, 1, 1, channels_last),
-    ((2, 64, 21, 41), (3, 3), 2, 1, 1, 1, channels_last),
-    ((2, 6, 21, 64), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
-    ((2, 6, 20, 28), (13, 13), 1, 6, 1, 1, Tensor.contiguous),
-    ((2, 4, 34, 64), (31, 31), 1, 15, 1, 1, Tensor.contiguous),
-    ((2, 6, 28, 56), (7, 7), 2, 3, 1, 1, Tensor.contiguous),
-]
+CASES = {
+    "transposed": [
+        ((2, 40, 29, 61), (7, 7), 1, 3, 1, 1, channels_last),
+        ((2, 64, 21, 41), (3, 3), 1, 1, 1, 1, channels_last),
+        ((1, 32, 18, 34), (7, 7), 1, 6, 2, 1, channels_last),
+        ((3, 16, 14, 14), (5, 5), 1, 2, 1, 1, channels_last),
+        ((1, 16, 30, 40), (13, 13), 1, 6, 1, 1, channels_last),
+        ((1, 16, 20, 40), (31, 31), 1, 15, 1, 1, channels_last),
+    ],
+    "octets": [
+        ((2, 64, 21, 41), (7, 7), 1, 3, 1, 1, channels_last),
+        ((5, 96, 14, 14), (5, 5), 1, 2, 1, 1, channels_last),
+        ((9, 64, 7, 7), (7, 7), 1, 3, 1, 1, channels_last),
+        ((2, 64, 20, 33), (13, 13), 1, 6, 1, 1, channels_last),
+        ((2, 64, 21, 41), (3, 3), 2, 1, 1, 1, channels_last),
+    ],
+    "warps": [
+        ((2, 6, 21, 64), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
+        ((2, 6, 20, 28), (13, 13), 1, 6, 1, 1, Tensor.contiguous),
+        ((2, 4, 34, 64), (31, 31), 1, 15, 1, 1, Tensor.contiguous),
+        ((2, 6, 28, 56), (7, 7), 2, 3, 1, 1, Tensor.contiguous),
+    ],
+    "maps": [
+        ((2, 16, 14, 14), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
+        ((5, 24, 7, 7), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
+        ((2, 12, 28, 28), (5, 5), 2, 2, 1, 1, Tensor.contiguous),
+        ((2, 6, 56, 56), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
+        ((3, 8, 7, 7), (3, 3), 1, 3, 3, 1, Tensor.contiguous),
+    ],
+    "none of these": [
+        ((2, 37, 20, 21), (3, 3), 1, 1, 1, 1, channels_last),  # few taps
+        ((2, 24, 15, 15), (5, 5), 2, 2, 1, 1, channels_last),
+        ((3, 100, 7, 7), (7, 7), 1, 3, 1, 1, channels_last),  # tiles
+        ((2, 12, 14, 14), (7, 7), 1, 3, 1, 2, channels_last),
+        ((1, 16, 28, 28), (31, 31), 1, 15, 1, 1, channels_last),
+        ((2, 16, 12, 16), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
+        ((1, 8, 28, 26), (13, 13), 2, 6, 1, 1, Tensor.contiguous),
+        ((2, 33, 15, 15), (5, 5), 1, 2, 1, 1, Tensor.contiguous),  # planes
+        ((1, 24, 1, 1000), (1, 4), 1, (3, 0, 0, 0), 1, 1, Tensor.contiguous),
+    ],
+}
 
 
 def main() -> None:
     torch.manual_seed(0)
-    for module in (depthwise_maps, depthwise_pairs, depthwise_stream):
-        module.ENOUGH_OUTPUTS = 0
     depthwise_planar.ENOUGH_WRITES = 0
-    for case in CASES:
-        run(*case)
-    depthwise_octets.ENOUGH_OUTPUTS = depthwise_warps.ENOUGH_OUTPUTS = 0
-    for case in OCTETS_AND_WARPS:
-        run(*case)
+    for family, cases in CASES.items():
+        with preferring(family):
+            for case in cases:
+                run(*case)
     torch.cuda.synchronize()
-    print(f"{len(CASES) + len(OCTETS_AND_WARPS)} problems")
+    print(f"{sum(map(len, CASES.values()))} problems")
 
 
 def run(size, kernel, stride, padding, dilation, multiplier, layout) -> None:

@@ -7,20 +7,48 @@ import statistics
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import flashdwc
 from flashdwc.kernels import reference
+from flashdwc.ops import depthwise_operators
 
 # what a good operator may be off by, relative to the largest result
 SMALL = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-12}
 # what ours may be off by where PyTorch's happens to be exact: the rounding of the result, or of a few partial sums
 FLOOR = {dtype: (1 if dtype.itemsize == 2 else 4) * torch.finfo(dtype).eps for dtype in SMALL}
+
+CHOOSY_FAMILIES = ("octets", "transposed", "warps", "maps")  # CUDA kernels that run on some of the problems they cover
+
+
+@contextmanager
+def preferring(family: str) -> Iterator[None]:
+    """This of the choosy families takes all that it covers, the others nothing."""
+    with ExitStack() as stack:
+        for name in CHOOSY_FAMILIES:
+            module = import_module(f"flashdwc.kernels.cuda.depthwise_{name}")
+            for kind in ("conv", "weight_grad"):
+                layouts = getattr(module, f"{kind}_layouts") if name == family else lambda *_: ()
+                choose = lambda *args, layouts=layouts: next(iter(layouts(*args)), None)  # noqa: E731
+                stack.enter_context(patch.object(module, f"{kind}_{name}", choose))
+        _forget_plans()
+        yield
+    _forget_plans()
+
+
+def _forget_plans() -> None:
+    operators = (depthwise_operators.forward, depthwise_operators.input_grad, depthwise_operators.weight_grad)
+    for operator in operators:
+        operator._plans.clear()
+        operator._calls.clear()
 
 
 # --- values ----------------------------------------------------------------------------------------------------------

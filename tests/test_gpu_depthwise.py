@@ -85,53 +85,6 @@ def test_value_and_gradients(shape, layout, dtype):
     check_convolution(x, w, None, g, **arguments, impl="cuda")
 
 
-# Images, channels, height, width, kernel, padding (left, right, top, bottom), dilation.
-STREAMED = {
-    "3x3 of 64 channels": ((3, 64, 33, 64), (3, 3), (1, 1, 1, 1), 1),
-    "5x5 of 64 channels": ((2, 128, 30, 31), (5, 5), (2, 2, 2, 2), 1),
-    "3x3 of 64 channels, dilation 2": ((3, 64, 33, 64), (3, 3), (2, 2, 2, 2), 2),
-    "3x3 of 192 channels across strips": ((2, 192, 41, 150), (3, 3), (1, 1, 1, 1), 1),
-    "3x5 uneven padding": ((3, 64, 40, 48), (3, 5), (0, 2, 3, 0), 1),
-    "5x4 of few rows": ((9, 64, 6, 64), (5, 4), (2, 2, 2, 1), 1),
-    "5x5 of 72 channels": ((2, 72, 21, 70), (5, 5), (2, 2, 2, 2), 1),
-    "7x7": ((5, 96, 56, 56), (7, 7), (3, 3, 3, 3), 1),
-    "7x7 of some channels": ((2, 40, 29, 61), (7, 7), (3, 3, 3, 3), 1),
-    "7x7 in narrow strips": ((3, 64, 47, 30), (7, 7), (3, 3, 3, 3), 1),
-    "7x7 across strips": ((1, 32, 19, 200), (7, 7), (3, 3, 3, 3), 1),
-    "7x7 of few rows": ((4, 32, 9, 40), (7, 7), (3, 3, 3, 3), 1),
-    "7x7 without padding": ((2, 32, 40, 48), (7, 7), (0, 0, 0, 0), 1),
-    "7x7 uneven padding": ((2, 32, 40, 48), (7, 7), (1, 4, 0, 6), 1),
-    "7x7 dilation 2": ((2, 32, 40, 48), (7, 7), (6, 6, 6, 6), 2),
-    "2x7": ((2, 32, 40, 48), (2, 7), (2, 4, 0, 1), 1),
-    "9x9": ((2, 96, 64, 64), (9, 9), (4, 4, 4, 4), 1),
-    "13x13": ((2, 48, 50, 64), (13, 13), (6, 6, 6, 6), 1),
-    "17x17": ((2, 48, 50, 64), (17, 17), (8, 8, 8, 8), 1),
-    "31x31": ((2, 24, 50, 56), (31, 31), (15, 15, 15, 15), 1),
-    "31x31 in narrow strips": ((1, 24, 50, 30), (31, 31), (15, 15, 15, 15), 1),
-    "5x31": ((2, 24, 50, 56), (5, 31), (15, 15, 2, 2), 1),
-}
-
-
-@pytest.mark.usefixtures("small_is_large")
-@each_dtype
-@pytest.mark.parametrize("shape", STREAMED)
-def test_streams(shape, dtype):
-    size, kernel, padding, dilation = STREAMED[shape]
-    channels_last = LAYOUTS["channels_last"]
-    x, w, b = (
-        channels_last(cuda(*size, dtype=dtype)),
-        cuda(size[1], 1, *kernel, dtype=dtype),
-        cuda(size[1], dtype=dtype),
-    )
-    arguments = {"padding": padding, "dilation": dilation, "impl": "cuda"}
-    assert "streamed" in flashdwc.explain(depthwise_conv2d, x, w, b, **arguments).detail
-    y = check_convolution(x, w, b, **arguments)
-    check_convolution(x, w, None, channels_last(torch.randn_like(y)), **arguments)
-    x[-1, 3, 1, 2], x[0, 5, -1, -1], w[7, 0, 0, -1] = torch.inf, torch.nan, -torch.inf
-    y = depthwise_conv2d(x, w, b, **arguments)
-    check_non_finite_values(x, w, b, y, *geometry(x, w, 1, padding, dilation))
-
-
 # Images, channels, height, width, kernel, stride, padding (left, right, top, bottom), dilation.
 SMALL_MAPS = {
     "3x3": ((5, 24, 14, 14), (3, 3), 1, (1, 1, 1, 1), 1),
@@ -149,10 +102,10 @@ SMALL_MAPS = {
 }
 
 
-@pytest.mark.usefixtures("small_is_large")
 @each_dtype
 @pytest.mark.parametrize("shape", SMALL_MAPS)
-def test_small_maps(shape, dtype):
+def test_small_maps(shape, dtype, prefer):
+    prefer("maps")
     size, kernel, stride, padding, dilation = SMALL_MAPS[shape]
     x, w, b = cuda(*size, dtype=dtype), cuda(size[1], 1, *kernel, dtype=dtype), cuda(size[1], dtype=dtype)
     arguments = {"stride": stride, "padding": padding, "dilation": dilation, "impl": "cuda"}
@@ -176,10 +129,30 @@ IN_STEPS = {
     "octets 7x5 uneven padding": ("channels_last", (3, 64, 20, 28), (7, 5), 1, (4, 0, 1, 6), 1),
     "octets 3x3 dilation 3": ("channels_last", (2, 64, 30, 40), (3, 3), 1, (3, 3, 3, 3), 3),
     "octets 9x9": ("channels_last", (2, 64, 64, 64), (9, 9), 1, (4, 4, 4, 4), 1),
-    "octets 13x13": ("channels_last", (2, 128, 50, 64), (13, 13), 1, (6, 6, 6, 6), 1),
-    "octets 13x13 of 14 columns": ("channels_last", (5, 64, 14, 14), (13, 13), 1, (6, 6, 6, 6), 1),
     "octets 3x3 stride 2": ("channels_last", (3, 64, 57, 112), (3, 3), 2, (0, 1, 0, 1), 1),
     "octets 5x5 stride 2": ("channels_last", (7, 64, 28, 28), (5, 5), 2, (2, 2, 2, 2), 1),
+    "transposed 3x3 of 64 channels": ("channels_last", (3, 64, 33, 64), (3, 3), 1, (1, 1, 1, 1), 1),
+    "transposed 5x5 of 64 channels": ("channels_last", (2, 128, 30, 31), (5, 5), 1, (2, 2, 2, 2), 1),
+    "transposed 3x3 of 64 channels, dilation 2": ("channels_last", (3, 64, 33, 64), (3, 3), 1, (2, 2, 2, 2), 2),
+    "transposed 3x3 of 192 channels across strips": ("channels_last", (2, 192, 41, 150), (3, 3), 1, (1, 1, 1, 1), 1),
+    "transposed 3x5 uneven padding": ("channels_last", (3, 64, 40, 48), (3, 5), 1, (0, 2, 3, 0), 1),
+    "transposed 5x4 of few rows": ("channels_last", (9, 64, 6, 64), (5, 4), 1, (2, 2, 2, 1), 1),
+    "transposed 5x5 of 72 channels": ("channels_last", (2, 72, 21, 70), (5, 5), 1, (2, 2, 2, 2), 1),
+    "transposed 7x7": ("channels_last", (5, 96, 56, 56), (7, 7), 1, (3, 3, 3, 3), 1),
+    "transposed 7x7 of some channels": ("channels_last", (2, 40, 29, 61), (7, 7), 1, (3, 3, 3, 3), 1),
+    "transposed 7x7 in narrow strips": ("channels_last", (3, 64, 47, 30), (7, 7), 1, (3, 3, 3, 3), 1),
+    "transposed 7x7 across strips": ("channels_last", (1, 32, 19, 200), (7, 7), 1, (3, 3, 3, 3), 1),
+    "transposed 7x7 of few rows": ("channels_last", (4, 32, 9, 40), (7, 7), 1, (3, 3, 3, 3), 1),
+    "transposed 7x7 without padding": ("channels_last", (2, 32, 40, 48), (7, 7), 1, (0, 0, 0, 0), 1),
+    "transposed 7x7 uneven padding": ("channels_last", (2, 32, 40, 48), (7, 7), 1, (1, 4, 0, 6), 1),
+    "transposed 7x7 dilation 2": ("channels_last", (2, 32, 40, 48), (7, 7), 1, (6, 6, 6, 6), 2),
+    "transposed 2x7": ("channels_last", (2, 32, 40, 48), (2, 7), 1, (2, 4, 0, 1), 1),
+    "transposed 9x9": ("channels_last", (2, 96, 64, 64), (9, 9), 1, (4, 4, 4, 4), 1),
+    "transposed 13x13": ("channels_last", (2, 48, 50, 64), (13, 13), 1, (6, 6, 6, 6), 1),
+    "transposed 17x17": ("channels_last", (2, 48, 50, 64), (17, 17), 1, (8, 8, 8, 8), 1),
+    "transposed 31x31": ("channels_last", (2, 24, 50, 56), (31, 31), 1, (15, 15, 15, 15), 1),
+    "transposed 31x31 in narrow strips": ("channels_last", (1, 24, 50, 30), (31, 31), 1, (15, 15, 15, 15), 1),
+    "transposed 5x31": ("channels_last", (2, 24, 50, 56), (5, 31), 1, (15, 15, 2, 2), 1),
     "warps 5x5": ("contiguous", (3, 10, 41, 64), (5, 5), 1, (2, 2, 2, 2), 1),
     "warps 7x7": ("contiguous", (7, 9, 56, 56), (7, 7), 1, (3, 3, 3, 3), 1),
     "warps 7x7 of 28 columns": ("contiguous", (5, 9, 28, 28), (7, 7), 1, (3, 3, 3, 3), 1),
@@ -192,16 +165,16 @@ IN_STEPS = {
 }
 
 
-@pytest.mark.usefixtures("octets_and_warps")
 @each_dtype
 @pytest.mark.parametrize("shape", IN_STEPS)
-def test_octets_and_warps(shape, dtype):
+def test_kernels_that_walk(shape, dtype, prefer):
+    prefer(shape.partition(" ")[0])
     layout, size, kernel, stride, padding, dilation = IN_STEPS[shape]
     x, g_like = LAYOUTS[layout](cuda(*size, dtype=dtype)), LAYOUTS[layout]
     w, b = cuda(size[1], 1, *kernel, dtype=dtype), cuda(size[1], dtype=dtype)
     arguments = {"stride": stride, "padding": padding, "dilation": dilation, "impl": "cuda"}
-    family = "octets of channels" if shape.startswith("octets") else "each warp on its own"
-    assert family in flashdwc.explain(depthwise_conv2d, x, w, b, **arguments).detail
+    family = {"octets": "octets of channels", "transposed": "transposed", "warps": "each warp on its own"}
+    assert family[shape.partition(" ")[0]] in flashdwc.explain(depthwise_conv2d, x, w, b, **arguments).detail
     y = check_convolution(x, w, b, **arguments)
     check_convolution(x, w, None, g_like(torch.randn_like(y)), **arguments)
     x[-1, 3, 1, 2], x[0, 2, -1, -1], w[1, 0, 0, -1] = torch.inf, torch.nan, -torch.inf
@@ -209,7 +182,7 @@ def test_octets_and_warps(shape, dtype):
     check_non_finite_values(x, w, b, y, *geometry(x, w, stride, padding, dilation))
 
 
-@pytest.mark.usefixtures("small_is_large")
+@pytest.mark.usefixtures("many_writes")
 @pytest.mark.parametrize("width", [7, 18])
 def test_planes_that_exchange_outputs(width):
     x, w = cuda(3, 33, 9, width + 2)[..., :width], cuda(33, 1, 3, 3)

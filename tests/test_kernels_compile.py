@@ -22,7 +22,12 @@ from flashdwc.ops.depthwise_operators import forward, input_grad, weight_grad
 
 pytestmark = pytest.mark.skipif(jit.why_unavailable() is not None, reason="cuda-core is not installed")
 
-FILL_SHARED_MEMORY = {"depthwise_conv", "depthwise_pairs", "depthwise_stream", "depthwise_weight_grad"}
+FILL_SHARED_MEMORY = {
+    "depthwise_conv",
+    "depthwise_weight_grad",
+    "depthwise_transposed",
+    "depthwise_transposed_weight_grad",
+}
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
 
 # Images, channels, height, width, kernel, stride, padding, dilation, multiplier, layout.
@@ -158,9 +163,7 @@ def kernels() -> set[str]:
 
 
 @pytest.mark.parametrize(("arch", "case"), RUNS, ids=[f"{arch}-{case}" for arch, case in RUNS])
-def test_compiles_without_spills(arch, case, specialisations, request):
-    if "octets" in case or "warps" in case:
-        request.getfixturevalue("octets_and_warps")
+def test_compiles_without_spills(arch, case, specialisations):
     dtype = torch.bfloat16 if "stride" in case else torch.float16
     found = specialisations(arch, case, dtype)
     with ThreadPoolExecutor(2) as pool:
@@ -175,10 +178,8 @@ def test_compiles_without_spills(arch, case, specialisations, request):
         assert name not in FILL_SHARED_MEMORY or sum(static) <= STATIC_BYTES, f"{name}: more than the planner counts"
 
 
-def test_cases_reach_every_kernel(specialisations, request):
+def test_cases_reach_every_kernel(specialisations):
     reached = {name for case in CASES for name, _ in specialisations("sm_90a", case, torch.float16)}
-    request.getfixturevalue("octets_and_warps")
-    reached |= {name for case in CASES for name, _ in specialisations("sm_90a", case, torch.float16)}
     assert reached == kernels(), "a kernel without a case in this file, or a case without a kernel"
 
 

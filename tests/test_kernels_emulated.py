@@ -56,12 +56,12 @@ CASES = {
     ),
     "filter rows in parts": ("conv", (1, 8, 12, 12), (31, 31), 1, 15, 1, 1, channels_last),
     "a long filter over a line": ("conv", (1, 8, 1, 300), (1, 31), 1, (15, 15, 0, 0), 1, 1, Tensor.contiguous),
-    "streams": ("stream", (2, 40, 13, 61), (7, 7), 1, 3, 1, 1, channels_last),
-    "streams of 64 channels": ("stream", (1, 64, 9, 33), (3, 3), 1, 2, 2, 1, channels_last),
-    "streams, uneven padding": ("stream", (1, 32, 20, 40), (7, 5), 1, (1, 4, 0, 6), 1, 1, channels_last),
-    "pairs": ("pairs", (2, 64, 9, 37), (5, 5), 1, 2, 1, 1, channels_last),
-    "pairs of three rows": ("pairs", (1, 128, 7, 65), (3, 4), 1, (2, 1, 0, 1), 1, 1, channels_last),
-    "pairs of narrow maps": ("pairs", (1, 64, 5, 30), (3, 3), 1, 1, 1, 1, channels_last),
+    "transposed": ("transposed", (2, 40, 13, 61), (7, 7), 1, 3, 1, 1, channels_last),
+    "transposed, narrow maps": ("transposed", (3, 16, 14, 14), (5, 5), 1, 2, 1, 1, channels_last),
+    "transposed, uneven padding": ("transposed", (1, 32, 20, 40), (7, 5), 1, (1, 4, 0, 6), 1, 1, channels_last),
+    "transposed, dilated": ("transposed", (1, 24, 19, 33), (3, 3), 1, 2, 2, 1, channels_last),
+    "transposed, many filter rows": ("transposed", (1, 8, 20, 36), (31, 31), 1, 15, 1, 1, channels_last),
+    "transposed, between images": ("transposed", (3, 8, 24, 30), (17, 9), 1, (4, 4, 8, 8), 1, 1, channels_last),
     "octets": ("octets", (2, 96, 9, 61), (7, 7), 1, 3, 1, 1, channels_last),
     "octets of narrow maps": ("octets", (5, 64, 7, 7), (5, 5), 1, 2, 1, 1, channels_last),
     "octets, uneven padding": ("octets", (2, 64, 14, 15), (3, 6), 1, (1, 4, 0, 2), 1, 1, channels_last),
@@ -73,7 +73,6 @@ CASES = {
     "warps, dilated": ("warps", (2, 3, 20, 40), (5, 5), 1, 6, 3, 1, Tensor.contiguous),
     "warps, stride 2": ("warps", (2, 3, 24, 56), (7, 7), 2, 3, 1, 1, Tensor.contiguous),
     "warps, many filter rows": ("warps", (1, 3, 34, 64), (31, 31), 1, 15, 1, 1, Tensor.contiguous),
-    "streams of eight warps": ("stream", (1, 8, 20, 36), (31, 31), 1, 15, 1, 1, channels_last),
 }
 
 
@@ -87,12 +86,11 @@ def launch(operator, *args) -> tuple[Tensor, list[str]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_compute_the_definition(case, request):
-    if "maps" in CASES[case] or case.startswith(("streams", "pairs")) or "exchange" in case:
-        request.getfixturevalue("small_is_large")
-    if case.startswith(("octets", "warps")):
-        request.getfixturevalue("octets_and_warps")
+def test_kernels_compute_the_definition(case, prefer, request):
+    if "exchange" in case:
+        request.getfixturevalue("many_writes")
     family, (images, channels, *size), kernel, stride, padding, dilation, multiplier, layout = CASES[case]
+    prefer(family)
     dtype = torch.bfloat16 if "planes" in case or "odd" in case or "parts" in case or "three" in case else torch.float16
     x = layout(torch.randn(images, channels, *size).to(dtype))
     w, b = torch.randn(channels * multiplier, 1, *kernel).to(dtype), torch.randn(channels * multiplier).to(dtype)
@@ -105,7 +103,7 @@ def test_kernels_compute_the_definition(case, request):
     if stride == 1 or family in ("direct", "maps", "conv"):
         assert kernels == [f"depthwise_{family}"]
     dw, kernels = launch(weight_grad, g, x, tuple(w.shape), w.stride(), *geometry_)
-    if family in ("direct", "maps", "planar") or (family in ("octets", "warps") and stride == 1):
+    if family in ("direct", "maps", "planar") or (family in ("octets", "transposed", "warps") and stride == 1):
         assert kernels[0] == f"depthwise_{family}_weight_grad"
     check_values(x, w, b, g, y, (dx, dw), *geometry_)
 

@@ -79,6 +79,8 @@ inline void mma16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, float start)
 inline void mma8(float (&d)[4], const u32 (&a)[4], u32 b0) { multiply_matrices<8>(d, a, b0, 0); }
 
 inline const u16* pinned(const u16* p) { return p; }
+inline int pinned(int v) { return v; }
+inline i64 pinned(i64 v) { return v; }
 inline void prefetch(const void* p) { static_cast<void>(*static_cast<const volatile u16*>(p)); }  // outside of a tensor it shows
 
 inline void store_if(bool inside, u16* p, u32 v) {

@@ -16,10 +16,9 @@ from ..native import output_format
 from . import depthwise_direct as direct
 from . import depthwise_maps as maps
 from . import depthwise_octets as octets
-from . import depthwise_pairs as pairs
 from . import depthwise_planar as planar
-from . import depthwise_stream as stream
 from . import depthwise_tensor_core as tensor_core
+from . import depthwise_transposed as transposed
 from . import depthwise_warps as warps
 from .depthwise_problem import Problem, forward_problem, input_grad_problem, weight_grad_problem
 from .depthwise_tiles import conv_tile, weight_grad_tile
@@ -54,7 +53,7 @@ def _all_ways(problem: Problem, limit: int, layouts: str) -> list[Way]:
     return [Way(engine, layout) for engine in engines for layout in getattr(engine, layouts)(problem, limit)]
 
 
-ENGINES = (octets, pairs, stream, warps, maps, planar, direct, tensor_core)
+ENGINES = (octets, transposed, warps, maps, planar, direct, tensor_core)
 
 # Which way is the fastest was measured on an H200.
 
@@ -62,8 +61,7 @@ ENGINES = (octets, pairs, stream, warps, maps, planar, direct, tensor_core)
 def _conv_way(problem: Problem, limit: int) -> Way:
     for engine, choose in (
         (octets, octets.conv_octets),
-        (pairs, pairs.conv_pairs),
-        (stream, stream.conv_stream),
+        (transposed, transposed.conv_transposed),
         (warps, warps.conv_warps),
         (maps, maps.conv_maps),
     ):
@@ -80,6 +78,7 @@ def _conv_way(problem: Problem, limit: int) -> Way:
 def _weight_grad_way(problem: Problem, limit: int) -> Way:
     for engine, choose in (
         (octets, octets.weight_grad_octets),
+        (transposed, transposed.weight_grad_transposed),
         (warps, warps.weight_grad_warps),
         (maps, maps.weight_grad_maps),
     ):

@@ -7,12 +7,9 @@
 // one 16-byte load of the pixel m + k gives a lane its element of four operands, one for each word. The windows of an mma's upper rows
 // are four outputs after those of its lower rows, so most loads serve twice. Of T's elements one in two is no zero beside the window's.
 //
-// Filters that registers do not hold are STREAMED: a warp loads a filter row when its first input row comes, and writes outputs to memory from
-// its registers, as taps take the shared memory where others collect whole lines.
-//
 // A block takes 64 channels, whole lines of memory, and a part of all steps. A strip is COLUMNS columns of the column of all images
 // (octets.cuh); a step down it gives STEP_ROWS rows. The input is a ring of slots of so many rows, filled by asynchronous copies STAGES
-// steps ahead. A warp keeps its T in registers, or takes it from shared memory. Between two barriers it starts copies, stores outputs of
+// steps ahead. A warp keeps its T in registers. Between two barriers it starts copies, stores outputs of
 // the step before, and multiplies.
 //
 // 0 * inf in T makes NaN of an output that never meets the inf: outputs that are not finite are computed again, tap by tap.
@@ -24,7 +21,7 @@ constexpr int GROUPS = 64 / COLUMNS;                     // of ROWS rows, one be
 constexpr int STEP_ROWS = GROUPS * ROWS;
 constexpr int SPAN = (KH - 1) * DH + 1, HALO = SPAN > SH ? SPAN - SH : 0;  // input rows of an output; those that its row's next one shares
 constexpr int SLOT_ROWS = STEP_ROWS * SH, LEADING = (HALO + SLOT_ROWS - 1) / SLOT_ROWS, SLOTS = LEADING + 1 + STAGES, RING_ROWS = SLOTS * SLOT_ROWS;
-static_assert(WARPS == OCTETS && 8 % GROUPS == 0 && (!STREAMED || (SH == 1 && DH == 1)));
+static_assert(WARPS == OCTETS && 8 % GROUPS == 0);
 
 // 8 lanes read an octet of 2 x 4 pixels: the two fours are those of blocks of 8 outputs, or of groups of ROWS output rows. Their banks then
 // differ.
@@ -51,41 +48,15 @@ __device__ __forceinline__ void fetch_rows(u32 ring, const Walk& s, int channel,
                 {s.row * SH - PAD_H + LEADING * SLOT_ROWS, s.column * SW - PAD_W, channel, p.images, p.period * SH, p.rows, p.columns, p.channels});
 }
 
-// A lane's part of T: of all filter rows, or of the ROWS last that were loaded.
-struct Filter {
-  static constexpr int rows = STREAMED ? ROWS : KH;
-  u32 b[rows][4][FOURS];
-
-  // element(offset): the tap of a word's channel at an offset from the one that meets the lane's first pixel
-  template <class Element> __device__ __forceinline__ void load(int kh, int w, const Element& element) {
-#pragma unroll
-    for (int j = 0; j < FOURS; ++j) b[kh % rows][w][j] = u32(element(4 * j)) << threadIdx.x / 4 % 2 * 16;
-  }
-};
-
-// Taps in shared memory, as [octet][kh][channel][column], zeros around them.
-constexpr int TAPS_PITCH = 4 * FOURS + 3;
-constexpr int TAPS = STREAMED ? CHANNELS * KH * TAPS_PITCH : 0;
-
-__device__ __forceinline__ void share_taps(u16* taps, const Params& p, int channel0) {
-#pragma unroll 1
-  for (int i = threadIdx.x; i < TAPS; i += THREADS) {
-    const int offset = i % TAPS_PITCH - 3, c = channel0 + i / TAPS_PITCH / (8 * KH) * 8 + i / TAPS_PITCH % 8, kh = i / TAPS_PITCH / 8 % KH;
-    const bool tap = c < p.channels && offset >= 0 && offset % DW == 0 && offset / DW < KW;
-    taps[i] = tap ? first_tap(p, c, 0)[kh * NEXT_TAP_ROW + offset / DW * NEXT_TAP] : 0;
-  }
-}
-
-struct Outcome {  // where the lane's outputs go: of the tile's first row, 4 of a block of 8 outputs, then the other 4
-  char* staged[2];
-  int row, column, channel;
+struct Filter {  // a lane's part of T
+  u32 b[KH][4][FOURS];
 };
 
 // A tile of the warp's octet. window(y, flip): the lane's first pixel in the input row y of its outputs' first row, its place flipped or not.
-// taps: the octet's, those that meet the lane's first pixel. zero is 0, which the compiler does not know: it would copy operands anew for each
-// mma.
+// staged: where the lane's outputs of that row go, 4 of a block of 8, then the other 4. zero is 0, which the compiler does not know: it would
+// copy operands anew for each mma.
 template <class Window>
-__device__ __forceinline__ void multiply(Filter& f, const u16* taps, const Window& window, const float* starts, const Outcome& out, const Params& p, u32& watched) {
+__device__ __forceinline__ void multiply(const Filter& f, const Window& window, const float* starts, char* const (&staged)[2], const Params& p, u32& watched) {
   const u32 zero = u32(p.images) >> 31;
   float acc[ROWS][4][4], start[8];
 #pragma unroll
@@ -99,9 +70,6 @@ __device__ __forceinline__ void multiply(Filter& f, const u16* taps, const Windo
 #pragma unroll
   for (int y = 0; y < WINDOW_ROWS; ++y) {
     if (y + 1 < WINDOW_ROWS) load(y + 1);
-    if (STREAMED && y < KH)
-#pragma unroll
-      for (int w = 0; w < 4; ++w) f.load(y, w, [=](int offset) { return taps[(y * 8 + 2 * w) * TAPS_PITCH + offset]; });
 #pragma unroll
     for (int w = 0; w < 4; ++w)
 #pragma unroll
@@ -116,7 +84,7 @@ __device__ __forceinline__ void multiply(Filter& f, const u16* taps, const Windo
         for (int r = 0; r < ROWS; ++r) {
           const int kh = (y - r * SH) / DH;
           if (y < r * SH || (y - r * SH) % DH || kh >= KH) continue;
-          const u32(&b)[FOURS] = f.b[kh % Filter::rows][w];
+          const u32(&b)[FOURS] = f.b[kh][w];
           if (kh == 0 && j == 0) acc[r][w][0] = acc[r][w][2] = start[2 * w], acc[r][w][1] = acc[r][w][3] = start[2 * w + 1];
           if (j + 1 < FOURS) mma16(acc[r][w], a, b[j], b[j + 1]);
           else mma8(acc[r][w], a, b[j]);
@@ -124,7 +92,6 @@ __device__ __forceinline__ void multiply(Filter& f, const u16* taps, const Windo
       }
     const int r = (y - SPAN + 1) / SH;
     if (y < SPAN - 1 || (y - SPAN + 1) % SH) continue;
-    const int down = out.row + r, image = STREAMED ? unsigned(down) / unsigned(p.period) : 0, row = down - image * p.period;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       Octet v;
@@ -133,13 +100,7 @@ __device__ __forceinline__ void multiply(Filter& f, const u16* taps, const Windo
         v.word[w] = pack(acc[r][w][2 * h], acc[r][w][2 * h + 1]);
         watch(watched, v.word[w]);
       }
-      if constexpr (STREAMED) {
-        const int column = out.column + 4 * h;
-        const bool inside = image < p.images && row < p.out_rows && column < p.out_columns && out.channel < p.channels;
-        write8<8, true>(p.y.data + image * p.y.image + row * p.y.row + column * p.y.column + out.channel, v, [=](int) { return inside; });
-      } else {
-        *reinterpret_cast<uint4*>(out.staged[h] + h * 4 * PIXEL_BYTES + r * Outputs::row_bytes) = v.quad;
-      }
+      *reinterpret_cast<uint4*>(staged[h] + h * 4 * PIXEL_BYTES + r * Outputs::row_bytes) = v.quad;
     }
   }
 }
@@ -172,16 +133,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_octets(const 
   __shared__ float starts[CHANNELS];
   if (threadIdx.x < CHANNELS) starts[threadIdx.x] = AddBias{p.bias}.start(min(channel + int(threadIdx.x), p.channels - 1));
   Filter filter;
-  const u16* taps = reinterpret_cast<const u16*>(outputs) + octet * (KH * 8 * TAPS_PITCH) + g % 2 * TAPS_PITCH + t - g / 2 * SW + 3;
-  if constexpr (STREAMED) {
-    share_taps(reinterpret_cast<u16*>(outputs), p, channel);
-  } else {
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const FilterReader element(first_tap(p, min(channel + 8 * octet + 2 * w + g % 2, p.channels - 1), 0), t - g / 2 * SW);
+  for (int w = 0; w < 4; ++w) {
+    const FilterReader element(first_tap(p, min(channel + 8 * octet + 2 * w + g % 2, p.channels - 1), 0), t - g / 2 * SW);
 #pragma unroll
-      for (int kh = 0; kh < KH; ++kh) filter.load(kh, w, [&](int offset) { return element(kh, offset); });
-    }
+    for (int kh = 0; kh < KH; ++kh)
+#pragma unroll
+      for (int j = 0; j < FOURS; ++j) filter.b[kh][w][j] = element(kh, 4 * j) << g % 2 * 16;
   }
   copy_async_wait<STAGES - 1>();
   __syncthreads();
@@ -194,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_octets(const 
     copy_async_commit();
     if (staged) {
       if (bad) rows_by_taps(p, row, column, channel);
-      else if (!STREAMED) Outputs::store(outputs + (half ^ 1) * Outputs::slot_bytes, p.y, {row, column, channel, p.images, p.period, p.out_rows, p.out_columns, p.channels});
+      else Outputs::store(outputs + (half ^ 1) * Outputs::slot_bytes, p.y, {row, column, channel, p.images, p.period, p.out_rows, p.out_columns, p.channels});
     }
     u32 watched = 0;
     staged = now.left > 0 && now.number >= 0;
@@ -206,8 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_octets(const 
       const char* here[2] = {from + place, from + (place ^ 64)};
       auto window = [&](int y, int flip) { return here[flip] + (y < left ? y * Inputs::row_bytes : y * Inputs::row_bytes - Inputs::bytes); };
       char* to = outputs + half * Outputs::slot_bytes + lane_row * Outputs::row_bytes + (lane_column + t) * PIXEL_BYTES;
-      const Outcome out = {{to + out_place, to + (out_place ^ 64)}, now.row + lane_row, now.column + lane_column + t, channel + 8 * octet};
-      multiply(filter, taps, window, starts + 8 * octet, out, p, watched);
+      multiply(filter, window, starts + 8 * octet, {to + out_place, to + (out_place ^ 64)}, p, watched);
     }
     row = now.row, column = now.column;
     copy_async_wait<STAGES - 1>();

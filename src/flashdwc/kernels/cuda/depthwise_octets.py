@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -14,12 +14,13 @@ from .depthwise_problem import Axis, Problem
 from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
 from .depthwise_tiles import leading_steps, round_up
 
-ENOUGH_OUTPUTS = 2**62  # no rule chooses these kernels before they are measured; `flashdwc warmup --tune` may
 CHANNELS, PIXEL_BYTES, WARPS = 64, 128, 8  # of a block: a line of memory of each pixel, a warp for each octet
 SCRATCH_BYTES = WARPS * 2048  # for the sums of a weight gradient's filter row
-FILTER_REGISTERS = 112  # that a filter may take; a larger one is streamed, up to so many rows:
-LARGEST_STREAMED = 13
 REGISTERS = 208  # that operands may take; what else a thread needs then still fits 255
+LARGEST_WEIGHT_GRAD = 13  # filter rows
+# What follows was measured on an H200, over the layers of networks.
+FEW_TAPS, SOME_TAPS = 9, 25
+BUSY = 0.7  # of the channels of all blocks, at least
 
 
 @dataclass(frozen=True)
@@ -40,34 +41,45 @@ CONV_TILE, WEIGHT_GRAD_TILE = 64, 32  # pixels of a row that an mma takes
 @lru_cache(maxsize=4096)
 def conv_octets(problem: Problem, shared_limit: int) -> Octets | None:
     """The layout of a forward convolution or an input gradient; None where other kernels are faster."""
-    return next(iter(conv_layouts(problem, shared_limit)), None) if _suits(problem) else None
+    h, taps = problem.horizontal, problem.taps
+    if taps <= FEW_TAPS:
+        suits = not problem.strided and problem.outputs >= 8_000_000 and h.out > 7
+    elif taps <= SOME_TAPS:
+        suits = problem.outputs >= 200_000
+    else:
+        suits = problem.outputs >= 4_000_000 and _busy(problem) > 0.8
+    return next(iter(conv_layouts(problem, shared_limit)), None) if suits and _busy(problem) > BUSY else None
 
 
 @lru_cache(maxsize=4096)
 def weight_grad_octets(problem: Problem, shared_limit: int) -> Octets | None:
     """The layout of a weight gradient; None where other kernels are faster."""
-    return next(iter(weight_grad_layouts(problem, shared_limit)), None) if _suits(problem) else None
+    wide = problem.horizontal.out > 28
+    few_of_wide = problem.taps <= FEW_TAPS and wide and _busy(problem) <= 0.8
+    many_of_wide = problem.taps > 81 and wide
+    suits = problem.outputs >= 4_000_000 and _busy(problem) > BUSY and not few_of_wide and not many_of_wide
+    return next(iter(weight_grad_layouts(problem, shared_limit)), None) if suits else None
 
 
 def conv_layouts(problem: Problem, shared_limit: int) -> list[Octets]:
     """Those that a problem allows, the likely fastest first."""
     v, h, fours = problem.vertical, problem.horizontal, _fours(problem)
-    streamable = v.s == v.d == 1 and v.k <= LARGEST_STREAMED
-    if not _covers(problem) or max(v.s, h.s) > 2 or (_streamed(problem) and not streamable):
+    if not _covers(problem) or max(v.s, h.s) > 2:
         return []
 
     def fits(octets: Octets) -> bool:
-        filter_rows = octets.rows if _streamed(problem) else v.k
-        registers = 4 * filter_rows * fours + 16 * octets.rows + 8 * (fours + h.s)
+        registers = 4 * v.k * fours + 16 * octets.rows + 8 * (fours + h.s)
         return _fits(octets.out_rows(CONV_TILE), registers, conv_macros(problem, octets)[1], shared_limit)
 
-    return [octets for octets in _layouts(problem, 4) if fits(octets)]
+    columns = _by_width(problem)
+    choices = (Octets(c, rows, stages) for c in columns for rows in (4, 2, 1) for stages in (2, 1))
+    return list(filter(fits, choices))
 
 
 def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Octets]:
     """Those that a problem allows, the likely fastest first."""
     v, h = problem.vertical, problem.horizontal
-    if not _covers(problem) or problem.strided or h.span(h.k, 4) > 16 or v.k > LARGEST_STREAMED:
+    if not _covers(problem) or problem.strided or h.span(h.k, 4) > 16 or v.k > LARGEST_WEIGHT_GRAD:
         return []
     height = v.k if v.k <= 9 else -(-v.k // 2)
 
@@ -75,29 +87,24 @@ def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Octets]:
         shared = weight_grad_macros(problem, octets)[1]
         return _fits(octets.out_rows(WEIGHT_GRAD_TILE), 16 * height + 8 * octets.rows + 24, shared, shared_limit)
 
-    return [octets for octets in (replace(o, height=height) for o in _layouts(problem, 8)) if fits(octets)]
+    columns = _by_width(problem)
+    choices = (Octets(c, rows, stages, height) for rows in (8, 4, 2, 1) for c in columns for stages in (2, 1))
+    return list(filter(fits, choices))
 
 
-def _suits(problem: Problem) -> bool:
-    busy = problem.channels / round_up(problem.channels, CHANNELS) > 0.7
-    return busy and problem.outputs >= ENOUGH_OUTPUTS
+def _busy(problem: Problem) -> float:
+    return problem.channels / round_up(problem.channels, CHANNELS)
 
 
 def _covers(problem: Problem) -> bool:
     plain = problem.vertical.u * problem.horizontal.u * problem.spread * problem.sum == 1
-    rows = problem.images * _period(problem.vertical) * problem.vertical.s  # that 32 bits count
+    rows = problem.images * period_of(problem.vertical) * problem.vertical.s  # that 32 bits count
     return plain and problem.by_octets and problem.taps > 1 and rows < 2**31
 
 
-def _layouts(problem: Problem, most_rows: int) -> Iterator[Octets]:
-    """The best first: columns by those that are loaded."""
-    by_width = sorted((64, 32, 16, 8), key=lambda c: -(-problem.horizontal.out // c) * (c + 8))
-    for columns in by_width[:2]:
-        rows = most_rows
-        while rows:
-            for stages in (2, 1):
-                yield Octets(columns, rows, stages)
-            rows //= 2
+def _by_width(problem: Problem) -> list[int]:
+    """Columns of a strip, the best first by those that are loaded."""
+    return sorted((64, 32, 16, 8), key=lambda c: -(-problem.horizontal.out // c) * (c + 8))[:2]
 
 
 def _fits(out_rows: int, registers: int, shared_bytes: int, shared_limit: int) -> bool:
@@ -110,11 +117,6 @@ def _fours(problem: Problem) -> int:
     return -(-problem.horizontal.span(problem.horizontal.k, 4) // 4)
 
 
-def _streamed(problem: Problem) -> bool:
-    """Do registers not hold the filter?"""
-    return 4 * problem.vertical.k * _fours(problem) > FILTER_REGISTERS
-
-
 def conv_macros(problem: Problem, octets: Octets) -> tuple[dict[str, int], int]:
     """Macros of ``depthwise_octets.cu`` and the shared memory in bytes."""
     v, h, fours = problem.vertical, problem.horizontal, _fours(problem)
@@ -122,11 +124,9 @@ def conv_macros(problem: Problem, octets: Octets) -> tuple[dict[str, int], int]:
     pixels, slot_rows = (octets.columns - 8) * h.s + 4 * (fours + h.s), out_rows * v.s
     slots = leading_steps((v.k - 1) * v.d + 1 - v.s, slot_rows) + 1 + octets.stages
     macros = {
-        **_macros(problem, octets), "SH": v.s, "SW": h.s, "UH": 1, "UW": 1, "SPREAD": 1, "SUM": 1, "STREAMED": _streamed(problem),
+        **_macros(problem, octets), "SH": v.s, "SW": h.s, "UH": 1, "UW": 1, "SPREAD": 1, "SUM": 1,
     }  # fmt: skip
-    taps = 2 * CHANNELS * v.k * (4 * fours + 3)
-    outputs = 2 * PIXEL_BYTES * out_rows * octets.columns
-    return macros, PIXEL_BYTES * slots * slot_rows * pixels + (taps if _streamed(problem) else outputs)
+    return macros, PIXEL_BYTES * (slots * slot_rows * pixels + 2 * out_rows * octets.columns)
 
 
 def weight_grad_macros(problem: Problem, octets: Octets) -> tuple[dict[str, int], int]:
@@ -153,7 +153,7 @@ def describe(problem: Problem, octets: Octets) -> str:
     return f"tensor cores, octets of channels, in steps of {size}"
 
 
-def _period(v: Axis) -> int:
+def period_of(v: Axis) -> int:
     """Output rows from one image to the next in the column of all images."""
     below = -(-((v.k - 1) * v.d + 1 - v.s - v.p) // v.s)  # rows that the last outputs reach behind their own
     return max(-(-(v.size + max(v.p, 0)) // v.s), v.out + max(below, 0))
@@ -165,7 +165,7 @@ def _course(
     """All blocks, those that share the steps of some channels and filter rows, and the kernel's sizes."""
     v, h = problem.vertical, problem.horizontal
     channel_blocks = -(-problem.channels // CHANNELS)
-    period = _period(v)
+    period = period_of(v)
     steps_down = -(-((problem.images - 1) * period + v.out) // out_rows)
     strips = -(-h.out // octets.columns)
     steps = steps_down * strips

@@ -16,7 +16,7 @@ from .depthwise_tiles import power_of_two, round_up
 THREADS = 256
 ENOUGH_BLOCKS = 8  # for each multiprocessor
 # What follows was measured on an H200, over some hundred layers of networks.
-ENOUGH_THREADS = 25_000
+ENOUGH_THREADS = 40_000
 FEW_TAPS, MAX_TAPS, MAX_NARROW_TAPS = 12, 25, 49
 SMALL = 1_000_000  # outputs: below, starting costs more than multiplying
 ENOUGH_WRITES = 700_000  # outputs times rows of a strip
@@ -95,6 +95,8 @@ def conv_strip(problem: Problem) -> Strip:
     rows = next(choices, 1)
     strips = strips_of_plane(problem, rows)[1]
     lanes = min(32, power_of_two(strips))
+    if planes * strips < ENOUGH_THREADS:  # small blocks start sooner
+        lanes = max(1, lanes // 2)
     if lanes == 32 and problem.outputs > SMALL and not _exchanges(problem, rows):
         lanes = min(range(32, 23, -1), key=lambda n: round_up(strips, n))  # the fewest idle in the last turn
     return Strip(rows, lanes)

@@ -1,8 +1,7 @@
 // Depthwise convolution, forward or input gradient of stride 1, 16 bit, contiguous: on tensor cores, each warp on its own.
 //
-// The product is that of depthwise_conv.cu: for a filter row, Y[m][j] += sum_k X[8 m + k] T[k][j] over blocks m of 8 output columns, where
-// T[k][j] = filter[k - LEAD - j], here for stride 1. The windows of neighbouring blocks overlap in a row as it lies in memory: rows are copied as they are,
-// asynchronously, LEAD columns before the window, where memory is aligned. Outputs go to memory from the registers of the mma.
+// The product is that of row_products.cuh. Rows are copied as they are, asynchronously, LEAD columns before the window, where memory is
+// aligned. Outputs go to memory from the registers of the mma.
 //
 // A warp has a part of all steps, in the order channel, image, strip, row. A strip is COLUMNS columns of an image; a step down it gives
 // STEP_ROWS rows, GROUPS groups of ROWS. Its input is a ring of slots of so many rows in shared memory, which the warp fills for itself,
@@ -10,18 +9,15 @@
 //
 // 0 * inf in T makes NaN of an output that never meets the inf: a step's outputs that are not finite are computed again, tap by tap.
 #include "by_taps.cuh"
+#include "row_products.cuh"
 #include "warps.cuh"
 
-constexpr int K8 = (LEAD + (KW - 1) * DW + 7 * SW + 1 + 7) / 8;  // eighths of a window
 constexpr int COLUMNS = 8 * BLOCKS, GROUPS = 16 / BLOCKS, STEP_ROWS = GROUPS * ROWS, WARPS = THREADS / 32;
-constexpr int SPAN = (KH - 1) * DH + 1, HALO = SPAN > SH ? SPAN - SH : 0;  // input rows of an output; those that its row's next one shares
 constexpr int SLOT_ROWS = STEP_ROWS * SH, LEADING = (HALO + SLOT_ROWS - 1) / SLOT_ROWS, SLOTS = LEADING + 1 + STAGES, RING_ROWS = SLOTS * SLOT_ROWS;
 constexpr int LOADED = (BLOCKS - 1) * 8 * SW + 8 * K8;  // columns of a row
 constexpr int RING_BYTES = 2 * RING_ROWS * PITCH;
 
-constexpr int WINDOW_ROWS = (ROWS - 1) * SH + SPAN;
 using InputWindow = Window<(WINDOW_ROWS + ROWS * SH - 1) / (ROWS * SH), ROWS * SH, RING_ROWS, PITCH>;
-static_assert(K8 >= 2);
 
 struct Params {
   Tensor4 x, y;
@@ -35,49 +31,6 @@ __device__ __forceinline__ void advance(Walk& s, const Params& p) { advance<STEP
 __device__ __forceinline__ void fetch_rows(u32 ring, const Walk& s, const Params& p) {
   copy_rows<SLOT_ROWS, LOADED, PITCH, VEC>(ring + s.slot * (2 * SLOT_ROWS * PITCH), p.x.data + s.image * p.x.image + source_channel(s.channel, 0) * p.x.channel,
                                            p.x.row, s.row * SH - PAD_H + LEADING * SLOT_ROWS, s.column * SW - PAD_W - LEAD, p.rows, p.columns);
-}
-
-struct Filter {  // a lane's part of T
-  u32 b[KH][K8];
-};
-
-__device__ __forceinline__ void load_filter(Filter& f, const Params& p, int channel) {
-  const int lane = threadIdx.x % 32;
-  const FilterReader element(first_tap(p, channel, 0), lane % 4 * 2 - lane / 4 * SW - LEAD);
-#pragma unroll
-  for (int kh = 0; kh < KH; ++kh)
-#pragma unroll
-    for (int u = 0; u < K8; ++u) f.b[kh][u] = element(kh, 8 * u) | element(kh, 8 * u + 1) << 16;
-}
-
-// window(y): address of the lane's ldmatrix row in input row y of its outputs' first row.
-template <class Store> __device__ __forceinline__ void multiply(const Filter& f, const InputWindow& window, float start, const Store& store) {
-  float acc[ROWS][4];
-  u32 a[2][(K8 + 1) / 2][4];
-  auto load = [&](int y) {
-    const u32 at = window(y);
-#pragma unroll
-    for (int u = 0; u < K8; u += 2) {
-      if (u + 1 < K8) load_matrix4(a[y % 2][u / 2], at + 16 * u);
-      else load_matrix2(a[y % 2][u / 2], at + 16 * u);
-    }
-  };
-  load(0);
-#pragma unroll
-  for (int y = 0; y < WINDOW_ROWS; ++y) {
-    if (y + 1 < WINDOW_ROWS) load(y + 1);
-#pragma unroll
-    for (int u = 0; u < K8; u += 2)
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        const int kh = (y - r * SH) / DH;
-        if (y < r * SH || (y - r * SH) % DH || kh >= KH) continue;
-        if (kh == 0 && u == 0) mma16(acc[r], a[y % 2][0], f.b[0][0], f.b[0][1], start);
-        else if (u + 1 < K8) mma16(acc[r], a[y % 2][u / 2], f.b[kh][u], f.b[kh][u + 1]);
-        else mma8(acc[r], a[y % 2][u / 2], f.b[kh][u]);
-      }
-    if (y >= SPAN - 1 && (y - SPAN + 1) % SH == 0) store((y - SPAN + 1) / SH, acc[(y - SPAN + 1) / SH]);
-  }
 }
 
 __device__ __noinline__ void step_by_taps(const Params& p, int image, int channel, int row0, int column0) {
@@ -110,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_w
   const AddBias epilogue{p.bias};
   int channel = -1;
   while (now.left > 0) {
+    if (STAGES == 1) ahead = now, advance(ahead, p);  // leaves the multiplication more registers
     if (ahead.left > 0) fetch_rows(ring, ahead, p);
     copy_async_commit();
     if (now.channel != channel) {
@@ -146,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_w
       }
     }
     __syncwarp();
-    advance(now, p), advance(ahead, p);
+    advance(now, p);
+    if (STAGES > 1) advance(ahead, p);
   }
 }

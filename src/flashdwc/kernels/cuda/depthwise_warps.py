@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -14,8 +14,11 @@ from .depthwise_problem import Problem
 from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
 from .depthwise_tiles import leading_steps
 
-ENOUGH_OUTPUTS = 2**62  # no rule chooses these kernels before they are measured; `flashdwc warmup --tune` may
-FEW_TAPS = 9  # CUDA cores are faster
+# What follows was measured on an H200, over the layers of networks.
+FEW_TAPS = 9  # those are for CUDA cores where the outputs are few or rows are wide:
+ENOUGH_OUTPUTS, ENOUGH_WEIGHT_GRAD_OUTPUTS = 1_200_000, 2_000_000
+WIDE = 64
+ENOUGH_WARPS = 4096  # steps of all maps, for blocks of 8 warps
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,15 @@ class Warps:
 @lru_cache(maxsize=4096)
 def conv_warps(problem: Problem, shared_limit: int) -> Warps | None:
     """The layout of a forward convolution or an input gradient; None where other kernels are faster."""
-    return next(iter(conv_layouts(problem, shared_limit)), None) if _suits(problem) else None
+    enough = problem.outputs >= ENOUGH_OUTPUTS and (problem.strided or problem.horizontal.out <= WIDE)
+    return next(iter(conv_layouts(problem, shared_limit)), None) if _suits(problem, enough) else None
 
 
 @lru_cache(maxsize=4096)
 def weight_grad_warps(problem: Problem, shared_limit: int) -> Warps | None:
     """The layout of a weight gradient; None where other kernels are faster."""
-    return next(iter(weight_grad_layouts(problem, shared_limit)), None) if _suits(problem) else None
+    enough = problem.outputs >= ENOUGH_WEIGHT_GRAD_OUTPUTS and problem.horizontal.out <= WIDE
+    return next(iter(weight_grad_layouts(problem, shared_limit)), None) if _suits(problem, enough) else None
 
 
 def conv_layouts(problem: Problem, shared_limit: int) -> list[Warps]:
@@ -56,10 +61,18 @@ def conv_layouts(problem: Problem, shared_limit: int) -> list[Warps]:
         return []
     operands = v.k * eighths + 8 * -(-eighths // 2)
     choices: list[Warps] = []
-    if operands + 16 <= 72:
-        choices += [Warps(blocks, rows, stages, 8, 2) for rows in (4, 2, 1) for stages in (2, 1)]
-    if operands <= 176:
-        choices += [Warps(blocks, 8, 1, 8, 1)]
+    if max(v.s, h.s) > 1:
+        choices += [Warps(blocks, 4, 1, 8, 1)]
+    if operands <= 56:
+        choices += [_tall(problem, 8, 2)] if _enough_warps(problem) else []
+        choices += [
+            Warps(blocks, 8, 1, 4, 2),
+            Warps(blocks, 4, 2, 8, 2),
+            Warps(blocks, 4, 1, 8, 2),
+            Warps(blocks, 2, 1, 8, 2),
+        ]
+    if operands <= 184:
+        choices += [_tall(problem, 8, 1, stages=1), Warps(blocks, 8, 1, 4, 2)]
     if operands <= 200:
         choices += [Warps(blocks, 4, 1, 8, 1)]
     return _fitting(choices, problem, conv_macros, shared_limit)
@@ -74,17 +87,29 @@ def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Warps]:
     parts = -(-v.k * of_a_row // 104)
     height = -(-v.k // parts)
     choices: list[Warps] = []
-    if height * of_a_row <= 48:
-        choices += [Warps(blocks, 4, 2, 8, 2, height)]
-    if height * of_a_row <= 96:
-        choices += [Warps(blocks, 4, 2, 4, 3, height)]
-    choices += [Warps(blocks, 4, 2, 4, 2, height), Warps(blocks, 4, 1, 4, 2, height)]
-    return _fitting(choices, problem, weight_grad_macros, shared_limit)
+    if not _enough_warps(problem):
+        choices += [Warps(blocks, 4, 1, 4, 2)]
+    elif height * of_a_row <= 48:
+        choices += [Warps(blocks, 4, 2, 8, 2)]
+    elif height * of_a_row <= 96:
+        choices += [_tall(problem, 4, 3)]
+    choices += [_tall(problem, 4, 2), Warps(blocks, 4, 2, 4, 2), Warps(blocks, 4, 1, 4, 2)]
+    return _fitting([replace(warps, height=height) for warps in choices], problem, weight_grad_macros, shared_limit)
 
 
-def _suits(problem: Problem) -> bool:
-    large = problem.outputs >= ENOUGH_OUTPUTS and problem.horizontal.out > 8 and problem.vertical.out > 1
-    return large and problem.taps > FEW_TAPS
+def _suits(problem: Problem, enough: bool) -> bool:
+    return (problem.taps > FEW_TAPS or enough) and problem.horizontal.out > 8 and problem.vertical.out > 1
+
+
+def _tall(problem: Problem, warps: int, resident: int, stages: int = 2) -> Warps:
+    """As many rows as fill the steps of a map; fewer leave room for more copies ahead."""
+    eight, four = (Warps(_blocks(problem), rows, 1 if rows == 8 else stages, warps, resident) for rows in (8, 4))
+    return eight if 2 * _steps(problem, eight)[0] == _steps(problem, four)[0] else four
+
+
+def _enough_warps(problem: Problem) -> bool:
+    down, across = _steps(problem, Warps(_blocks(problem), 8, 1, 8, 2))
+    return problem.images * problem.channels * down * across >= ENOUGH_WARPS
 
 
 def _covers(problem: Problem) -> bool:
@@ -118,7 +143,7 @@ def _fitting(choices: Sequence[Warps], problem: Problem, macros_of: Callable, sh
     def fits(warps: Warps) -> bool:
         return warps.resident * (macros_of(problem, warps)[1] + 1024) <= shared_limit + 1024
 
-    return list(filter(fits, choices))
+    return list(filter(fits, dict.fromkeys(choices)))
 
 
 def conv_macros(problem: Problem, warps: Warps) -> tuple[dict[str, int], int]:

@@ -1,16 +1,14 @@
 // Depthwise convolution of stride 1, weight gradient, 16 bit, contiguous: on tensor cores, each warp on its own, as depthwise_warps.cu.
 //
-// The product is that of depthwise_weight_grad.cu: for an input row and an output row that meet in filter row kh,
-// G[i][j] = sum_b X[8 b - LEAD + i] dY[8 b + j] over blocks b of 8 output columns; then dW[kh][kw] = sum_j G[LEAD + kw D + j][j].
+// The product is that of row_sums.cuh.
 //
 // A warp has a channel, HEIGHT filter rows and a part of the steps, and keeps G in registers, in fp32, to the end. The sums are then
 // written as one of `splits` partial results, or as the result. Warps of a block read the same for different filter rows.
-#include "epilogue.cuh"
+#include "row_sums.cuh"
 #include "warps.cuh"
 
-constexpr int WINDOW = LEAD + (KW - 1) * DW + 8, M16 = (WINDOW + 15) / 16;
 constexpr int COLUMNS = 8 * BLOCKS, GROUPS = 16 / BLOCKS, STEP_ROWS = GROUPS * ROWS, WARPS = THREADS / 32;
-constexpr int HALO = (HEIGHT - 1) * DH, LEADING = (HALO + STEP_ROWS - 1) / STEP_ROWS;
+constexpr int LEADING = (HALO + STEP_ROWS - 1) / STEP_ROWS;
 constexpr int SLOTS = LEADING + 1 + STAGES, OUT_SLOTS = 1 + STAGES, RING_ROWS = SLOTS * STEP_ROWS;
 constexpr int LOADED = COLUMNS + 16 * M16 - 8;
 constexpr int RING_BYTES = 2 * RING_ROWS * PITCH, OUT_SLOT_BYTES = 2 * STEP_ROWS * OUT_PITCH;
@@ -36,23 +34,6 @@ __device__ __forceinline__ void fetch(u32 ring, u32 outputs, const Walk& s, int 
                                                       p.dy.row, s.row, s.column, p.out_rows, p.out_columns);
 }
 
-__device__ __forceinline__ void accumulate(float (&g)[HEIGHT][M16][4], const InputWindow& window, u32 output) {
-  u32 b[ROWS][2];
-#pragma unroll
-  for (int y = 0; y < ROWS + HALO; ++y) {
-    if (y < ROWS) load_matrix2_transposed(b[y], output + 2 * y * OUT_PITCH);
-    const u32 at = window(y);
-#pragma unroll
-    for (int m = 0; m < M16; ++m) {
-      u32 a[4];
-      load_matrix4_transposed(a, at + 32 * m);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r)
-        if (y >= r && (y - r) % DH == 0 && (y - r) / DH < HEIGHT) mma16(g[(y - r) / DH][m], a, b[r][0], b[r][1]);
-    }
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_warps_weight_grad(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u16 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, worker = blockIdx.x * WARPS + warp;
@@ -74,8 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_w
     copy_async_commit();
     advance(ahead, p), out_ahead = next(out_ahead);
   }
-  // input: matrices (i, b) = (low, low), (high, low), (low, high), (high, high)
-  const int m = lane % 8 + lane / 16 * 8, lane_row = m / BLOCKS * ROWS, lane_bytes = m % BLOCKS * 16 + lane / 8 % 2 * 16;
+  const int m = input_block(), lane_row = m / BLOCKS * ROWS, lane_bytes = m % BLOCKS * 16 + lane / 8 % 2 * 16;
   const u32 output_lane = 2 * (lane % 16 / BLOCKS * ROWS * OUT_PITCH + lane % BLOCKS * 8);
   while (now.left > 0) {
     if (ahead.left > 0) fetch(ring, outputs, ahead, out_ahead, channel, first_kh, p);
@@ -84,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_w
     __syncwarp();
     if (now.number >= 0) {
       const int row = oldest_row<LEADING, SLOTS, STEP_ROWS>(now) + lane_row;
-      accumulate(g, InputWindow(ring + lane_bytes, row), outputs + out_slot * OUT_SLOT_BYTES + output_lane);
+      accumulate<2 * OUT_PITCH>(g, InputWindow(ring + lane_bytes, row), outputs + out_slot * OUT_SLOT_BYTES + output_lane);
     }
     __syncwarp();
     advance(now, p), advance(ahead, p);

@@ -74,6 +74,15 @@ __device__ __forceinline__ const u16* pinned(const u16* p) {
   return p;
 }
 
+__device__ __forceinline__ int pinned(int v) {
+  asm("" : "+r"(v));
+  return v;
+}
+__device__ __forceinline__ i64 pinned(i64 v) {
+  asm("" : "+l"(v));
+  return v;
+}
+
 // Asks for the line of memory of an address, so that it waits beside another and not after it.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 

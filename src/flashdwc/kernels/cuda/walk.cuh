@@ -36,3 +36,16 @@ template <int step_rows, int strip_columns, int leading, int slots, class Params
 template <int leading, int slots, int slot_rows> __device__ __forceinline__ int oldest_row(const Walk& s) {
   return (s.slot < leading ? s.slot + slots - leading : s.slot - leading) * slot_rows;
 }
+
+// Where a lane finds rows of its window: those of group j of group_rows rows, which never lie across the end of a ring of ring_rows.
+template <int count, int group_rows, int ring_rows, int pitch> struct Window {
+  u32 group[count];
+  __device__ __forceinline__ Window(u32 ring, int first_row) {  // first_row < 2 * ring_rows
+#pragma unroll
+    for (int j = 0; j < count; ++j) {
+      const int row = first_row + j * group_rows;
+      group[j] = ring + 2 * pitch * (row < ring_rows ? row : row - ring_rows);
+    }
+  }
+  __device__ __forceinline__ u32 operator()(int y) const { return group[y / group_rows] + y % group_rows * 2 * pitch; }
+};

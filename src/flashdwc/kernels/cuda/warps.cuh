@@ -22,16 +22,3 @@ __device__ __forceinline__ void copy_rows(u32 to, const u16* plane, i64 row_step
       else copy_async<2 * vector>(to + 2 * i * at_once * pitch, from, row_inside);
     }
 }
-
-// Where a lane finds rows of its window: those of group j of group_rows rows, which never lie across the end of a ring of ring_rows.
-template <int count, int group_rows, int ring_rows, int pitch> struct Window {
-  u32 group[count];
-  __device__ __forceinline__ Window(u32 ring, int first_row) {  // first_row < 2 * ring_rows
-#pragma unroll
-    for (int j = 0; j < count; ++j) {
-      const int row = first_row + j * group_rows;
-      group[j] = ring + 2 * pitch * (row < ring_rows ? row : row - ring_rows);
-    }
-  }
-  __device__ __forceinline__ u32 operator()(int y) const { return group[y / group_rows] + y % group_rows * 2 * pitch; }
-};

@@ -1,0 +1,112 @@
+// Depthwise convolution of stride 1, weight gradient, 16 bit, channels_last: on tensor cores, from pixels that are transposed in shared
+// memory, as depthwise_transposed.cu.
+//
+// The product is that of row_sums.cuh. A block takes CHANNELS channels, HEIGHT filter rows and a part of all steps; a warp keeps the sums of
+// its channels to the end. They are then written as one of `splits` partial results, or as the result.
+#include "row_sums.cuh"
+constexpr bool KEEPS = CHANNELS * 32 / THREADS * HEIGHT * M16 * 4 < 120;
+#include "transposed.cuh"
+#include "walk.cuh"
+
+constexpr int LEADING = (HALO + STEP_ROWS - 1) / STEP_ROWS, SLOTS = LEADING + 2, RING_ROWS = SLOTS * STEP_ROWS;
+constexpr int RUN = 8 * BLOCKS_TOGETHER, LOADED = (COLUMNS + 16 * M16 - 8 + RUN - 1) / RUN * RUN, OUT_LOADED = (COLUMNS + RUN - 1) / RUN * RUN;  // pixels of a row
+constexpr int WARP_CHANNELS = CHANNELS / WARPS, SLOT_BYTES = STEP_ROWS * 2 * PITCH;
+static_assert(LOADED <= PITCH && CHANNELS % WARPS == 0);
+
+using Inputs = Lines<LOADED>;
+using Outputs = Lines<OUT_LOADED>;
+using Ring = Planes<RING_ROWS * 2 * PITCH>;
+using InputWindow = Window<(ROWS + HALO + ROWS - 1) / ROWS, ROWS, RING_ROWS, PITCH>;
+
+struct Params {
+  Tensor4 x, dy;
+  float* partials;  // [split][channel][KH * KW]
+  u16* out;
+  int images, channels, rows, columns, out_rows, out_columns, period, busy_rows, steps_down, strips_across, channel_blocks, steps, share, height_groups, splits;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed_weight_grad(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u16 shared[];
+  char *ring = reinterpret_cast<char*>(shared), *outputs = ring + Ring::bytes;
+  const u32 ring_at = shared_address(shared), outputs_at = ring_at + Ring::bytes;
+  const u32 lines = outputs_at + 2 * StepPlanes::bytes, output_lines = lines + (STAGES + 1) * Inputs::bytes;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int channel = blockIdx.x % p.channel_blocks * CHANNELS, part = blockIdx.x / p.channel_blocks;
+  const int first_kh = part % p.height_groups * HEIGHT, split = part / p.height_groups, above = first_kh * DH - PAD_H;  // rows of x above those of dy
+  const Column in_images{p.x, p.period, min(above, 0), p.rows, p.images}, out_images{p.dy, p.period, 0, p.out_rows, p.images};
+
+  const Inputs::Copier copy(p.x, channel, p.channels);
+  const Outputs::Copier copy_output(p.dy, channel, p.channels);
+  Way ahead(split * p.share, LEADING, p), now = ahead;
+  Rows loaded = in_images.from(ahead.row + above);
+  Rows loaded_output = out_images.from(ahead.row);
+  auto fetch = [&](int line_ahead) {  // its slot, of STAGES + 1
+    if (ahead.left > 0) {
+      copy(lines + line_ahead * Inputs::bytes, in_images, loaded, ahead.first_column - PAD_W, p.columns);
+      in_images.advance(loaded);
+      if (ahead.number >= 0) {
+        copy_output(output_lines + line_ahead * Outputs::bytes, out_images, loaded_output, ahead.first_column, min(p.out_columns, ahead.first_column + COLUMNS));
+        out_images.advance(loaded_output);
+      }
+      if (ahead.advance(LEADING, p)) loaded = in_images.from(above), loaded_output = {0, 0};
+    }
+    copy_async_commit();
+  };
+#pragma unroll
+  for (int i = 0; i <= STAGES; ++i) fetch(i);
+
+  float g[WARP_CHANNELS][HEIGHT][M16][4];
+#pragma unroll
+  for (int i = 0; i < WARP_CHANNELS * HEIGHT * M16 * 4; ++i) (&g[0][0][0][0])[i] = 0.f;
+
+  const int m = input_block(), lane_row = m / BLOCKS * ROWS, lane_bytes = m % BLOCKS * 16 + lane / 8 % 2 * 16;
+  const Transposer<Inputs> transpose([](int row, const Part& to) { return Ring::place(to.octet, to.element) + row * 2 * PITCH + to.block * 16; });
+  const Transposer<Outputs> transpose_output([](int row, const Part& to) {
+    const int block = row / ROWS * BLOCKS + to.block;  // of the tile
+    return to.block < BLOCKS ? StepPlanes::place(to.octet, to.element) + row % ROWS * 256 + block * 16 : -1;
+  });
+  copy_async_wait<STAGES>();
+  __syncthreads();
+  int line = 1, oldest = 0, half = 0;  // slots: of the lines to be transposed next; of the ring, where the window starts; of dy
+  transpose(lines, ring + LEADING * SLOT_BYTES);
+  transpose_output(output_lines, outputs);
+  copy_async_wait<STAGES - 1>();
+  __syncthreads();
+
+  int y = unsigned(now.row) % unsigned(p.period);  // of the step's first row in its image
+  while (now.left > 0) {
+    const bool busy = now.number >= 0 && y < p.busy_rows;
+#pragma unroll 1
+    for (int phase = 0; phase < 2; ++phase) {  // of two warps that share a tensor core, one moves data while the other multiplies
+      if (phase == warp / 4 % 2) {
+        fetch(line == 0 ? STAGES : line - 1);
+        if (now.left > (now.number >= 0)) {
+          transpose(lines + line * Inputs::bytes, ring + (oldest == 0 ? SLOTS - 1 : oldest - 1) * SLOT_BYTES);
+          transpose_output(output_lines + line * Outputs::bytes, outputs + (half ^ 1) * StepPlanes::bytes);
+        }
+      } else if (busy) {
+        const int first_row = oldest * STEP_ROWS + lane_row;
+#pragma unroll
+        for (int i = 0; i < WARP_CHANNELS; ++i) {
+          const int c = warp * WARP_CHANNELS + i;
+          accumulate<256>(g[i], InputWindow(ring_at + Ring::place(c / 8, c % 8) + lane_bytes, first_row),
+                          outputs_at + half * StepPlanes::bytes + StepPlanes::place(c / 8, c % 8) + lane % 16 * 16);
+        }
+      }
+    }
+    copy_async_wait<STAGES - 1>();
+    __syncthreads();
+    if (now.number >= 0 && (y += STEP_ROWS) >= p.period) y -= p.period;
+    if (now.advance(LEADING, p)) y = 0;
+    line = line == STAGES ? 0 : line + 1, oldest = oldest + 1 == SLOTS ? 0 : oldest + 1, half ^= 1;
+  }
+
+  float* scratch = reinterpret_cast<float*>(shared) + warp * (16 * M16 * 8);
+  static_assert(WARPS * 16 * M16 * 8 * 4 <= Ring::bytes + 2 * StepPlanes::bytes + (STAGES + 1) * (Inputs::bytes + Outputs::bytes));
+  copy_async_wait<0>();
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < WARP_CHANNELS; ++i)
+#pragma unroll
+    for (int kh = 0; kh < HEIGHT; ++kh) write_diagonals<LEAD, 1>(p, scratch, g[i][kh], split, channel + warp * WARP_CHANNELS + i, first_kh + kh);
+}
