@@ -26,7 +26,13 @@ SMALL = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.f
 # what ours may be off by where PyTorch's happens to be exact: the rounding of the result, or of a few partial sums
 FLOOR = {dtype: (1 if dtype.itemsize == 2 else 4) * torch.finfo(dtype).eps for dtype in SMALL}
 
-CHOOSY_FAMILIES = ("octets", "transposed", "warps", "maps")  # CUDA kernels that run on some of the problems they cover
+CHOOSY_FAMILIES = (
+    "few",
+    "octets",
+    "transposed",
+    "warps",
+    "maps",
+)  # CUDA kernels that run on some of the problems they cover
 
 
 @contextmanager
@@ -35,7 +41,7 @@ def preferring(family: str) -> Iterator[None]:
     with ExitStack() as stack:
         for name in CHOOSY_FAMILIES:
             module = import_module(f"flashdwc.kernels.cuda.depthwise_{name}")
-            for kind in ("conv", "weight_grad"):
+            for kind in ("conv", "weight_grad") if name != "few" else ("conv",):
                 layouts = getattr(module, f"{kind}_layouts") if name == family else lambda *_: ()
                 choose = lambda *args, layouts=layouts: next(iter(layouts(*args)), None)  # noqa: E731
                 stack.enter_context(patch.object(module, f"{kind}_{name}", choose))

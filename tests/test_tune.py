@@ -209,7 +209,7 @@ def test_tuning_on_a_gpu(shape, monkeypatch, tmp_path):
     tune._choices.cache_clear()
     request = tuning.Request(inputs=None, batches=[1], dtypes=["fp16"], layout="contiguous")
     title, *lines = tuning.tune_all(shape, request, DEVICE)
-    assert title == shape and len(lines) == 3
+    assert title == shape and len(lines) == 2, "the input gradient is the same problem"
     x, w, b, stride, padding, dilation = arguments_of(shape, DEVICE)
     check_convolution(x.normal_(), w.normal_(), b, stride=stride, padding=padding, dilation=dilation, impl="cuda")
     tune._choices.cache_clear()

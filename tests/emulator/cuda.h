@@ -29,6 +29,7 @@ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 template <class T> T __ldg(const T* p) { return *p; }
+inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
   std::uint64_t bytes = a | std::uint64_t(b) << 32;
   unsigned r = 0;

@@ -14,6 +14,7 @@ from ...core.backend import Backend, Plan
 from ...core.tune import Alternative, Alternatives, choice
 from ..native import output_format
 from . import depthwise_direct as direct
+from . import depthwise_few as few
 from . import depthwise_maps as maps
 from . import depthwise_octets as octets
 from . import depthwise_planar as planar
@@ -53,13 +54,14 @@ def _all_ways(problem: Problem, limit: int, layouts: str) -> list[Way]:
     return [Way(engine, layout) for engine in engines for layout in getattr(engine, layouts)(problem, limit)]
 
 
-ENGINES = (octets, transposed, warps, maps, planar, direct, tensor_core)
+ENGINES = (few, octets, transposed, warps, maps, planar, direct, tensor_core)
 
 # Which way is the fastest was measured on an H200.
 
 
 def _conv_way(problem: Problem, limit: int) -> Way:
     for engine, choose in (
+        (few, few.conv_few),
         (octets, octets.conv_octets),
         (transposed, transposed.conv_transposed),
         (warps, warps.conv_warps),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.backend import Plan
-from .depthwise_problem import Axis, Problem
+from .depthwise_problem import MULTIPROCESSORS, Axis, Problem
 from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
 from .depthwise_tiles import leading_steps, round_up
 
@@ -73,7 +73,7 @@ def conv_layouts(problem: Problem, shared_limit: int) -> list[Octets]:
 
     columns = _by_width(problem)
     choices = (Octets(c, rows, stages) for c in columns for rows in (4, 2, 1) for stages in (2, 1))
-    return list(filter(fits, choices))
+    return sorted(filter(fits, choices), key=lambda octets: max(MULTIPROCESSORS / _parts(problem, octets), 1))
 
 
 def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Octets]:
@@ -85,11 +85,24 @@ def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Octets]:
 
     def fits(octets: Octets) -> bool:
         shared = weight_grad_macros(problem, octets)[1]
-        return _fits(octets.out_rows(WEIGHT_GRAD_TILE), 16 * height + 8 * octets.rows + 24, shared, shared_limit)
+        registers = 16 * height + 8 * octets.rows + (24 if h.d == 1 else 72)
+        return _fits(octets.out_rows(WEIGHT_GRAD_TILE), registers, shared, shared_limit)
 
     columns = _by_width(problem)
     choices = (Octets(c, rows, stages, height) for rows in (8, 4, 2, 1) for c in columns for stages in (2, 1))
     return list(filter(fits, choices))
+
+
+def _parts(problem: Problem, octets: Octets) -> int:
+    """Blocks that have a step each."""
+    steps_down, strips = _steps(problem, octets, octets.out_rows(CONV_TILE))
+    return -(-problem.channels // CHANNELS) * steps_down * strips
+
+
+def _steps(problem: Problem, octets: Octets, out_rows: int) -> tuple[int, int]:
+    """Down the column of all images, and across."""
+    rows = (problem.images - 1) * period_of(problem.vertical) + problem.vertical.out
+    return -(-rows // out_rows), -(-problem.horizontal.out // octets.columns)
 
 
 def _busy(problem: Problem) -> float:
@@ -163,27 +176,14 @@ def _course(
     problem: Problem, octets: Octets, out_rows: int, filter_parts: int, device: torch.device
 ) -> tuple[int, int, list[int]]:
     """All blocks, those that share the steps of some channels and filter rows, and the kernel's sizes."""
-    v, h = problem.vertical, problem.horizontal
     channel_blocks = -(-problem.channels // CHANNELS)
-    period = period_of(v)
-    steps_down = -(-((problem.images - 1) * period + v.out) // out_rows)
-    strips = -(-h.out // octets.columns)
+    steps_down, strips = _steps(problem, octets, out_rows)
     steps = steps_down * strips
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     share = -(-steps // min(steps, max(1, multiprocessors // (channel_blocks * filter_parts))))
-    sizes = [
-        problem.images,
-        problem.channels,
-        *conv_sizes(problem),
-        period,
-        steps_down,
-        strips,
-        channel_blocks,
-        steps,
-        share,
-    ]
+    sizes = [problem.images, problem.channels, *conv_sizes(problem), period_of(problem.vertical)]
     splits = -(-steps // share)
-    return channel_blocks * filter_parts * splits, splits, sizes
+    return channel_blocks * filter_parts * splits, splits, [*sizes, steps_down, strips, channel_blocks, steps, share]
 
 
 def plan_conv(

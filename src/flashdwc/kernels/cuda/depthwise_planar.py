@@ -18,7 +18,7 @@ ENOUGH_BLOCKS = 8  # for each multiprocessor
 # What follows was measured on an H200, over some hundred layers of networks.
 ENOUGH_THREADS = 40_000
 FEW_TAPS, MAX_TAPS, MAX_NARROW_TAPS = 12, 25, 49
-SMALL = 1_000_000  # outputs: below, starting costs more than multiplying
+TINY, SMALL = 310_000, 1_000_000  # outputs: below the latter, starting costs more than multiplying
 ENOUGH_WRITES = 700_000  # outputs times rows of a strip
 ENOUGH_STRIPS = 200  # of a channel, for strips of several rows in a weight gradient
 
@@ -95,8 +95,8 @@ def conv_strip(problem: Problem) -> Strip:
     rows = next(choices, 1)
     strips = strips_of_plane(problem, rows)[1]
     lanes = min(32, power_of_two(strips))
-    if planes * strips < ENOUGH_THREADS:  # small blocks start sooner
-        lanes = max(1, lanes // 2)
+    if lanes == 32 and planes * strips < ENOUGH_THREADS:
+        lanes = 16
     if lanes == 32 and problem.outputs > SMALL and not _exchanges(problem, rows):
         lanes = min(range(32, 23, -1), key=lambda n: round_up(strips, n))  # the fewest idle in the last turn
     return Strip(rows, lanes)
@@ -109,6 +109,10 @@ def _exchanges(problem: Problem, rows: int) -> bool:
 
 def weight_grad_strip(problem: Problem) -> Strip:
     v, h = problem.vertical, problem.horizontal
+    if problem.outputs <= TINY:
+        return Strip(1, 128, 1 if h.k == 1 else v.k)
+    if is_narrow(h) and problem.taps > 9 and not problem.strided:
+        return Strip(2, 32, v.k)
     whole = [rows for rows in (4, 2, 1) if v.out > 8 or v.out % rows == 0]
     all_strips = {rows: problem.images * strips_of_plane(problem, rows)[1] for rows in whole}
     rows = next((rows for rows in whole if all_strips[rows] >= ENOUGH_STRIPS), 1)

@@ -15,7 +15,7 @@ from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
 from .depthwise_tiles import leading_steps
 
 # What follows was measured on an H200, over the layers of networks.
-FEW_TAPS = 9  # those are for CUDA cores where the outputs are few or rows are wide:
+FEW_TAPS = 12  # those are for CUDA cores where the outputs are few or rows are wide:
 ENOUGH_OUTPUTS, ENOUGH_WEIGHT_GRAD_OUTPUTS = 1_200_000, 2_000_000
 WIDE = 64
 ENOUGH_WARPS = 4096  # steps of all maps, for blocks of 8 warps

@@ -211,12 +211,12 @@ __device__ __forceinline__ void load_tile(u16* tile, const Tensor4& x, const Ori
   }
 }
 
-// Stores a tile, leaving out what lies outside the tensor. Thread `first` takes the first unit (0, or half of the threads).
-template <class T, int threads, bool PREDICATED = false, int first = 0>
+// Stores a tile, leaving out what lies outside the tensor.
+template <class T, int threads>
 __device__ __forceinline__ void store_tile(const u16* tile, const Tensor4& y, const Origin& at) {
   // NCHW rows whose alignment allows narrow accesses only: neighbouring threads then write neighbouring elements
   constexpr int width = T::nhwc || T::vec >= 4 ? 8 : T::vec;
-  for (int i = threadIdx.x ^ first; i < T::template units<width>; i += threads) {
+  for (int i = threadIdx.x; i < T::template units<width>; i += threads) {
     Unit<T, width> u(i, at);
     if (!u.inside(at, 0)) continue;
     const u16* from = tile + u.offset(u.row);
@@ -228,7 +228,7 @@ __device__ __forceinline__ void store_tile(const u16* tile, const Tensor4& y, co
       transpose(planes, pixels);
       to += u.c;
 #pragma unroll
-      for (int p = 0; p < 8; ++p, to += y.column) write8<T::vec, PREDICATED>(to, pixels[p], [&](int e) { return u.inside(at, p) && u.c + e < at.channels; });
+      for (int p = 0; p < 8; ++p, to += y.column) write8<T::vec>(to, pixels[p], [&](int e) { return u.inside(at, p) && u.c + e < at.channels; });
     } else if (u.c < at.channels) {
       to += u.c * y.channel;
       if constexpr (width == 8) {

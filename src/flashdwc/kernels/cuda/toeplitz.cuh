@@ -1,4 +1,4 @@
-// Products of planar tiles with small Toeplitz matrices on tensor cores: what the kernels of depthwise_conv.cu and depthwise_stream.cu share.
+// Products of planar tiles with small Toeplitz matrices on tensor cores, for depthwise_conv.cu.
 //
 // Along each axis output o, input i and tap k meet where  o * S + k * D - P = i * U:  S is the stride of a forward convolution, U that
 // of the one whose input gradient this is (taps then run backwards: ROTATE); one of them is 1. PHASE = P mod U, FIRST = P div U.
