@@ -156,6 +156,7 @@ IN_STEPS = {
     "warps 5x5": ("contiguous", (3, 10, 41, 64), (5, 5), 1, (2, 2, 2, 2), 1),
     "warps 7x7": ("contiguous", (7, 9, 56, 56), (7, 7), 1, (3, 3, 3, 3), 1),
     "warps 7x7 of 28 columns": ("contiguous", (5, 9, 28, 28), (7, 7), 1, (3, 3, 3, 3), 1),
+    "warps 7x7 of 14 columns": ("contiguous", (5, 9, 14, 14), (7, 7), 1, (3, 3, 3, 3), 1),
     "warps 7x7 across strips": ("contiguous", (2, 9, 19, 152), (7, 7), 1, (3, 3, 3, 3), 1),
     "warps 5x4 uneven padding": ("contiguous", (2, 4, 19, 28), (5, 4), 1, (1, 2, 0, 4), 1),
     "warps 5x5 dilation 3": ("contiguous", (2, 4, 40, 40), (5, 5), 1, (6, 6, 6, 6), 3),

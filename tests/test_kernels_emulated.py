@@ -72,9 +72,11 @@ CASES = {
     "octets, stride 2": ("octets", (3, 128, 15, 30), (5, 5), 2, 2, 1, 1, channels_last),
     "warps": ("warps", (2, 5, 20, 64), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
     "warps of narrow maps": ("warps", (5, 3, 14, 16), (5, 5), 1, 2, 1, 1, Tensor.contiguous),
+    "warps of 14 columns": ("warps", (3, 5, 14, 14), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
     "warps, uneven padding": ("warps", (1, 4, 19, 28), (5, 4), 1, (1, 2, 0, 4), 1, 1, Tensor.contiguous),
     "warps, dilated": ("warps", (2, 3, 20, 40), (5, 5), 1, 6, 3, 1, Tensor.contiguous),
     "warps, stride 2": ("warps", (2, 3, 24, 56), (7, 7), 2, 3, 1, 1, Tensor.contiguous),
+    "warps, stride 2 to 14 columns": ("warps", (2, 3, 28, 28), (3, 3), 2, 1, 1, 1, Tensor.contiguous),
     "warps, many filter rows": ("warps", (1, 3, 34, 64), (31, 31), 1, 15, 1, 1, Tensor.contiguous),
 }
 

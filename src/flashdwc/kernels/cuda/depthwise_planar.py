@@ -110,8 +110,9 @@ def _exchanges(problem: Problem, rows: int) -> bool:
 def weight_grad_strip(problem: Problem) -> Strip:
     v, h = problem.vertical, problem.horizontal
     if problem.outputs <= TINY:
-        return Strip(1, 128, 1 if h.k == 1 else v.k)
-    if is_narrow(h) and problem.taps > 9 and not problem.strided:
+        few = problem.images * strips_of_plane(problem, 1)[1] <= 128
+        return Strip(1, 128 if few else 256, 1 if h.k == 1 else v.k)
+    if is_narrow(h) and problem.taps > 9 and not problem.strided and problem.channels <= 8 * MULTIPROCESSORS:
         return Strip(2, 32, v.k)
     whole = [rows for rows in (4, 2, 1) if v.out > 8 or v.out % rows == 0]
     all_strips = {rows: problem.images * strips_of_plane(problem, rows)[1] for rows in whole}

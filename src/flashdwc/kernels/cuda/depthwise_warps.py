@@ -18,6 +18,8 @@ from .depthwise_tiles import leading_steps
 FEW_TAPS = 12  # those are for CUDA cores where the outputs are few or rows are wide:
 ENOUGH_OUTPUTS, ENOUGH_WEIGHT_GRAD_OUTPUTS = 1_200_000, 2_000_000
 WIDE = 64
+SOME_TAPS = 25  # those are for CUDA cores where rows come in pieces of 2
+FEW_OPERANDS = 56  # registers, of 128
 ENOUGH_WARPS = 4096  # steps of all maps, for blocks of 8 warps
 
 
@@ -43,14 +45,18 @@ class Warps:
 def conv_warps(problem: Problem, shared_limit: int) -> Warps | None:
     """The layout of a forward convolution or an input gradient; None where other kernels are faster."""
     enough = problem.outputs >= ENOUGH_OUTPUTS and (problem.strided or problem.horizontal.out <= WIDE)
-    return next(iter(conv_layouts(problem, shared_limit)), None) if _suits(problem, enough) else None
+    suits = _suits(problem, enough)
+    if _narrow_pieces(problem):
+        suits = problem.taps > SOME_TAPS and not problem.strided and _operands(problem) <= FEW_OPERANDS
+    return next(iter(conv_layouts(problem, shared_limit)), None) if suits else None
 
 
 @lru_cache(maxsize=4096)
 def weight_grad_warps(problem: Problem, shared_limit: int) -> Warps | None:
     """The layout of a weight gradient; None where other kernels are faster."""
     enough = problem.outputs >= ENOUGH_WEIGHT_GRAD_OUTPUTS and problem.horizontal.out <= WIDE
-    return next(iter(weight_grad_layouts(problem, shared_limit)), None) if _suits(problem, enough) else None
+    suits = _suits(problem, enough) and not _narrow_pieces(problem)
+    return next(iter(weight_grad_layouts(problem, shared_limit)), None) if suits else None
 
 
 def conv_layouts(problem: Problem, shared_limit: int) -> list[Warps]:
@@ -59,18 +65,14 @@ def conv_layouts(problem: Problem, shared_limit: int) -> list[Warps]:
     eighths, blocks = _pieces(problem, 8), _blocks(problem)
     if not _covers(problem) or max(v.s, h.s) > 2 or eighths < 2 or problem.sum > 1:
         return []
-    operands = v.k * eighths + 8 * -(-eighths // 2)
+    operands = _operands(problem)
     choices: list[Warps] = []
     if max(v.s, h.s) > 1:
         choices += [Warps(blocks, 4, 1, 8, 1)]
-    if operands <= 56:
-        choices += [_tall(problem, 8, 2)] if _enough_warps(problem) else []
-        choices += [
-            Warps(blocks, 8, 1, 4, 2),
-            Warps(blocks, 4, 2, 8, 2),
-            Warps(blocks, 4, 1, 8, 2),
-            Warps(blocks, 2, 1, 8, 2),
-        ]
+    if operands <= FEW_OPERANDS:
+        tall = _tall(problem, 8, 2)
+        choices += [tall] if _enough_warps(problem) or tall.rows == 2 else [Warps(blocks, 8, 1, 4, 2)]
+        choices += [Warps(blocks, rows, stages, 8, 2) for rows, stages in ((8, 1), (4, 2), (4, 1), (2, 1))]
     if operands <= 184:
         choices += [_tall(problem, 8, 1, stages=1), Warps(blocks, 8, 1, 4, 2)]
     if operands <= 200:
@@ -86,11 +88,12 @@ def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Warps]:
         return []
     parts = -(-v.k * of_a_row // 104)
     height = -(-v.k // parts)
+    rows = min(4, _tall(problem, 4, 2).rows)
     choices: list[Warps] = []
     if not _enough_warps(problem):
-        choices += [Warps(blocks, 4, 1, 4, 2)]
+        choices += [Warps(blocks, rows, 1, 4, 2)]
     elif height * of_a_row <= 48:
-        choices += [Warps(blocks, 4, 2, 8, 2)]
+        choices += [Warps(blocks, rows, 2, 8, 2)]
     elif height * of_a_row <= 96:
         choices += [_tall(problem, 4, 3)]
     choices += [_tall(problem, 4, 2), Warps(blocks, 4, 2, 4, 2), Warps(blocks, 4, 1, 4, 2)]
@@ -102,9 +105,19 @@ def _suits(problem: Problem, enough: bool) -> bool:
 
 
 def _tall(problem: Problem, warps: int, resident: int, stages: int = 2) -> Warps:
-    """As many rows as fill the steps of a map; fewer leave room for more copies ahead."""
-    eight, four = (Warps(_blocks(problem), rows, 1 if rows == 8 else stages, warps, resident) for rows in (8, 4))
-    return eight if 2 * _steps(problem, eight)[0] == _steps(problem, four)[0] else four
+    """With the rows that fill a map's steps best, as many as possible; fewer leave room for more copies ahead."""
+    choices = [Warps(_blocks(problem), rows, stages if rows == 4 else 1, warps, resident) for rows in (8, 4, 2)]
+    return min(choices, key=lambda w: _steps(problem, w)[0] * w.out_rows)
+
+
+def _operands(problem: Problem) -> int:
+    """Registers of a filter and of the pixels that meet it."""
+    eighths = _pieces(problem, 8)
+    return problem.vertical.k * eighths + 8 * -(-eighths // 2)
+
+
+def _narrow_pieces(problem: Problem) -> bool:
+    return min(problem.inner.vector, problem.outer.vector) < 4
 
 
 def _enough_warps(problem: Problem) -> bool:
@@ -115,7 +128,7 @@ def _enough_warps(problem: Problem) -> bool:
 def _covers(problem: Problem) -> bool:
     plain = problem.vertical.u * problem.horizontal.u == 1 and not problem.linear
     planar = not problem.inner.nhwc and not problem.outer.nhwc
-    return plain and planar and min(problem.inner.vector, problem.outer.vector) >= 4 and problem.outputs > 0
+    return plain and planar and min(problem.inner.vector, problem.outer.vector) >= 2 and problem.outputs > 0
 
 
 def _blocks(problem: Problem) -> int:
@@ -141,6 +154,11 @@ def _pitch(columns: int, warps: Warps, stride: int) -> int:
 
 def _fitting(choices: Sequence[Warps], problem: Problem, macros_of: Callable, shared_limit: int) -> list[Warps]:
     def fits(warps: Warps) -> bool:
+        loaded = (warps.blocks - 1) * 8 * problem.horizontal.s + 16 * _pieces(problem, 16)
+        if (
+            loaded > 32 * problem.inner.vector or warps.columns > 32 * problem.outer.vector
+        ):  # a lane has one piece of a row
+            return False
         return warps.resident * (macros_of(problem, warps)[1] + 1024) <= shared_limit + 1024
 
     return list(filter(fits, dict.fromkeys(choices)))
