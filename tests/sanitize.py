@@ -42,6 +42,10 @@ CASES = {
         ((2, 6, 56, 56), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
         ((3, 8, 7, 7), (3, 3), 1, 3, 3, 1, Tensor.contiguous),
     ],
+    "images": [
+        ((19, 16, 7, 7), (7, 7), 1, 3, 1, 1, channels_last),
+        ((17, 16, 14, 13), (27, 27), 1, 13, 1, 1, channels_last),
+    ],
     "few": [
         ((2, 37, 9, 11), (3, 3), 1, 1, 1, 1, channels_last),
         ((2, 7, 9, 11), (5, 5), 2, 2, 1, 2, Tensor.contiguous),

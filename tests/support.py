@@ -28,6 +28,7 @@ FLOOR = {dtype: (1 if dtype.itemsize == 2 else 4) * torch.finfo(dtype).eps for d
 
 CHOOSY_FAMILIES = (
     "few",
+    "images",
     "octets",
     "transposed",
     "warps",
@@ -41,7 +42,7 @@ def preferring(family: str) -> Iterator[None]:
     with ExitStack() as stack:
         for name in CHOOSY_FAMILIES:
             module = import_module(f"flashdwc.kernels.cuda.depthwise_{name}")
-            for kind in ("conv", "weight_grad") if name != "few" else ("conv",):
+            for kind in ("conv", "weight_grad") if hasattr(module, f"weight_grad_{name}") else ("conv",):
                 layouts = getattr(module, f"{kind}_layouts") if name == family else lambda *_: ()
                 choose = lambda *args, layouts=layouts: next(iter(layouts(*args)), None)  # noqa: E731
                 stack.enter_context(patch.object(module, f"{kind}_{name}", choose))

@@ -153,6 +153,10 @@ IN_STEPS = {
     "transposed 31x31": ("channels_last", (2, 24, 50, 56), (31, 31), 1, (15, 15, 15, 15), 1),
     "transposed 31x31 in narrow strips": ("channels_last", (1, 24, 50, 30), (31, 31), 1, (15, 15, 15, 15), 1),
     "transposed 5x31": ("channels_last", (2, 24, 50, 56), (5, 31), 1, (15, 15, 2, 2), 1),
+    "images 7x7": ("channels_last", (33, 24, 7, 7), (7, 7), 1, (3, 3, 3, 3), 1),
+    "images 13x13 of 14 columns": ("channels_last", (17, 16, 14, 14), (13, 13), 1, (6, 6, 6, 6), 1),
+    "images 27x27": ("channels_last", (40, 16, 14, 14), (27, 27), 1, (13, 13, 13, 13), 1),
+    "images 3x5 uneven padding": ("channels_last", (5, 16, 9, 16), (3, 5), 1, (1, 7, 2, 0), 2),
     "warps 5x5": ("contiguous", (3, 10, 41, 64), (5, 5), 1, (2, 2, 2, 2), 1),
     "warps 7x7": ("contiguous", (7, 9, 56, 56), (7, 7), 1, (3, 3, 3, 3), 1),
     "warps 7x7 of 28 columns": ("contiguous", (5, 9, 28, 28), (7, 7), 1, (3, 3, 3, 3), 1),
@@ -174,7 +178,12 @@ def test_kernels_that_walk(shape, dtype, prefer):
     x, g_like = LAYOUTS[layout](cuda(*size, dtype=dtype)), LAYOUTS[layout]
     w, b = cuda(size[1], 1, *kernel, dtype=dtype), cuda(size[1], dtype=dtype)
     arguments = {"stride": stride, "padding": padding, "dilation": dilation, "impl": "cuda"}
-    family = {"octets": "octets of channels", "transposed": "transposed", "warps": "each warp on its own"}
+    family = {
+        "octets": "octets of channels",
+        "images": "whole images at once",
+        "transposed": "transposed",
+        "warps": "each warp on its own",
+    }
     assert family[shape.partition(" ")[0]] in flashdwc.explain(depthwise_conv2d, x, w, b, **arguments).detail
     y = check_convolution(x, w, b, **arguments)
     check_convolution(x, w, None, g_like(torch.randn_like(y)), **arguments)

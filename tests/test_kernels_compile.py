@@ -83,6 +83,8 @@ CASES: dict[str, tuple] = {
     "5x51": (8, 96, 56, 56, (5, 51), 1, (2, 25), 1, 1, "nhwc"),
     "3x3 of few outputs": (8, 24, 28, 28, (3, 3), 1, 1, 1, 1, "nhwc"),
     "5x5 of few outputs, stride 2": (8, 40, 28, 28, (5, 5), 2, 2, 1, 1, "nchw"),
+    "27x27, images at once": (128, 512, 14, 14, (27, 27), 1, 13, 1, 1, "nhwc"),
+    "7x7, images at once": (128, 768, 7, 7, (7, 7), 1, 3, 1, 1, "nhwc"),
     "1x11": (8, 40, 28, 28, (1, 11), 1, (0, 5), 1, 1, "nhwc"),
     "1x4 along a line": (8, 512, 1, 2048, (1, 4), 1, (0, 3), 1, 1, "nchw"),
     "63x63": (1, 64, 64, 64, (63, 63), 1, 31, 1, 1, "nhwc"),
@@ -101,6 +103,7 @@ ELSEWHERE = [
     "13x13 octets of maps",
     "5x5 octets stride 2",
     "13x13 warps",
+    "27x27, images at once",
     "9x9",
     "13x13",
     "31x31 planes",
@@ -166,7 +169,9 @@ def kernels() -> set[str]:
 
 
 @pytest.mark.parametrize(("arch", "case"), RUNS, ids=[f"{arch}-{case}" for arch, case in RUNS])
-def test_compiles_without_spills(arch, case, specialisations):
+def test_compiles_without_spills(arch, case, specialisations, prefer):
+    if "images at once" in case:
+        prefer("images")
     dtype = torch.bfloat16 if "stride" in case else torch.float16
     found = specialisations(arch, case, dtype)
     with ThreadPoolExecutor(2) as pool:
@@ -181,8 +186,10 @@ def test_compiles_without_spills(arch, case, specialisations):
         assert name not in FILL_SHARED_MEMORY or sum(static) <= STATIC_BYTES, f"{name}: more than the planner counts"
 
 
-def test_cases_reach_every_kernel(specialisations):
+def test_cases_reach_every_kernel(specialisations, prefer):
     reached = {name for case in CASES for name, _ in specialisations("sm_90a", case, torch.float16)}
+    prefer("images")
+    reached |= {name for case in CASES for name, _ in specialisations("sm_90a", case, torch.float16)}
     assert reached == kernels(), "a kernel without a case in this file, or a case without a kernel"
 
 

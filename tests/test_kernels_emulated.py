@@ -59,6 +59,9 @@ CASES = {
     "few outputs": ("few", (2, 10, 9, 11), (3, 3), 1, 1, 1, 1, channels_last),
     "few outputs, stride 2": ("few", (2, 5, 9, 11), (5, 4), 2, (2, 1, 0, 3), 1, 1, Tensor.contiguous),
     "few outputs, multiplier, dilated": ("few", (2, 3, 9, 11), (3, 3), 1, 2, 2, 2, channels_last),
+    "images at once": ("images", (19, 16, 7, 7), (7, 7), 1, 3, 1, 1, channels_last),
+    "images at once, a filter larger than they": ("images", (3, 8, 14, 13), (27, 27), 1, 13, 1, 1, channels_last),
+    "images at once, uneven padding, dilated": ("images", (17, 8, 9, 16), (3, 5), 1, (1, 7, 2, 0), 2, 1, channels_last),
     "transposed": ("transposed", (2, 40, 13, 61), (7, 7), 1, 3, 1, 1, channels_last),
     "transposed, narrow maps": ("transposed", (3, 16, 14, 14), (5, 5), 1, 2, 1, 1, channels_last),
     "transposed, uneven padding": ("transposed", (1, 32, 20, 40), (7, 5), 1, (1, 4, 0, 6), 1, 1, channels_last),
@@ -105,7 +108,7 @@ def test_kernels_compute_the_definition(case, prefer, request):
     assert kernels == [f"depthwise_{family}"]
     g = layout(torch.randn(y.shape).to(dtype))
     dx, kernels = launch(input_grad, g, w, tuple(x.shape), *geometry_)
-    if stride == 1 or family in ("direct", "maps", "conv", "few"):
+    if stride == 1 or family in ("direct", "maps", "conv", "few", "images"):
         assert kernels == [f"depthwise_{family}"]
     dw, kernels = launch(weight_grad, g, x, tuple(w.shape), w.stride(), *geometry_)
     if family in ("direct", "maps", "planar") or (family in ("octets", "transposed", "warps") and stride == 1):

@@ -15,6 +15,7 @@ from ...core.tune import Alternative, Alternatives, choice
 from ..native import output_format
 from . import depthwise_direct as direct
 from . import depthwise_few as few
+from . import depthwise_images as images
 from . import depthwise_maps as maps
 from . import depthwise_octets as octets
 from . import depthwise_planar as planar
@@ -54,7 +55,7 @@ def _all_ways(problem: Problem, limit: int, layouts: str) -> list[Way]:
     return [Way(engine, layout) for engine in engines for layout in getattr(engine, layouts)(problem, limit)]
 
 
-ENGINES = (few, octets, transposed, warps, maps, planar, direct, tensor_core)
+ENGINES = (few, images, octets, transposed, warps, maps, planar, direct, tensor_core)
 
 # Which way is the fastest was measured on an H200.
 
@@ -62,6 +63,7 @@ ENGINES = (few, octets, transposed, warps, maps, planar, direct, tensor_core)
 def _conv_way(problem: Problem, limit: int) -> Way:
     for engine, choose in (
         (few, few.conv_few),
+        (images, images.conv_images),
         (octets, octets.conv_octets),
         (transposed, transposed.conv_transposed),
         (warps, warps.conv_warps),

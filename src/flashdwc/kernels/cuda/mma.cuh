@@ -83,6 +83,14 @@ __device__ __forceinline__ i64 pinned(i64 v) {
   return v;
 }
 
+// A number that the compiler takes for another one each time: what follows from it is not kept in registers from one time to the next.
+__device__ __forceinline__ int anew(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+// What is computed from v begins when what is written to memory before has been computed.
+__device__ __forceinline__ void fence(float& v) { asm volatile("" : "+f"(v) :: "memory"); }
+
 // Asks for the line of memory of an address, so that it waits beside another and not after it.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 
