@@ -81,6 +81,7 @@ def _conv_way(problem: Problem, limit: int) -> Way:
 
 def _weight_grad_way(problem: Problem, limit: int) -> Way:
     for engine, choose in (
+        (images, images.weight_grad_images),
         (octets, octets.weight_grad_octets),
         (transposed, transposed.weight_grad_transposed),
         (warps, warps.weight_grad_warps),

@@ -5,21 +5,17 @@
 // rows, and T[d][k][j] = filter[d + PAD_H][k - j + PAD_W], 0 where that is no tap. Nothing is multiplied but the map, so a filter larger than
 // it costs no more than one of its size.
 //
-// A block takes 8 channels, a warp each, and one group of 16 images after the other. Pixels are copied as they lie in memory, asynchronously, a
-// group ahead, and transposed into planes (transposed.cuh tells how) as [row][8 columns][image][column]. A warp keeps its channel's T in
-// registers. Outputs go where the pixels were, as planes, and are transposed back and stored.
+// A block takes 8 channels, a warp each, and one group of images (images.cuh) after the other; copies are a group ahead. A warp keeps its
+// channel's T in registers. Outputs go where the pixels were, as planes, and are transposed back and stored.
 //
 // 0 * inf in T makes NaN of an output that never meets the inf: a group's outputs that are not finite are computed again, tap by tap.
 #include "by_taps.cuh"
+#include "images.cuh"
 
-constexpr int WARPS = 8, CHANNELS = 8, GROUP = 16;  // images
-constexpr int EIGHTHS = (COLUMNS + 7) / 8, OUT_EIGHTHS = (OUT_COLUMNS + 7) / 8;  // of columns, in a row
-constexpr int BLOCKS = ROWS * EIGHTHS * GROUP, OUT_BLOCKS = OUT_ROWS * OUT_EIGHTHS * GROUP;  // of 8 columns, of a channel and all images
-constexpr int LINE_BYTES = 8 * 16 + 32;  // of a block of pixels; 4 such then lie in different banks
-__device__ constexpr int apart(int bytes) { return bytes + (64 + 128 - bytes % 128) % 128; }  // two channels then lie in different banks
-constexpr int PLANE = apart(16 * BLOCKS), OUT_PLANE = apart(16 * OUT_BLOCKS);
-constexpr int SLOT_BYTES = BLOCKS * LINE_BYTES > CHANNELS * OUT_PLANE ? BLOCKS * LINE_BYTES : CHANNELS * OUT_PLANE;
-static_assert(THREADS == 32 * WARPS);
+using Inputs = Maps<ROWS, COLUMNS>;
+using Outputs = Maps<OUT_ROWS, OUT_COLUMNS>;
+constexpr int EIGHTHS = Inputs::eighths, OUT_EIGHTHS = Outputs::eighths;
+constexpr int SLOT_BYTES = Inputs::line_bytes > Outputs::plane_bytes ? Inputs::line_bytes : Outputs::plane_bytes;
 
 struct Params {
   Tensor4 x, y;
@@ -27,34 +23,12 @@ struct Params {
   int images, channels, rows, columns, out_rows, out_columns, channel_blocks, groups, share;
 };
 
-// Starts copies of a group, zeros behind its columns and images.
-__device__ __forceinline__ void fetch(u32 lines, const Params& p, int image0, int channel) {
-#pragma unroll 4
-  for (int i = anew(threadIdx.x); i < 8 * BLOCKS; i += THREADS) {
-    const int column = i % (8 * EIGHTHS), row = i / (8 * EIGHTHS) % ROWS, image = i / (8 * EIGHTHS * ROWS);
-    const u16* from = p.x.data + (image0 + image) * p.x.image + row * p.x.row + column * p.x.column + channel;
-    const int block = (row * EIGHTHS + column / 8) * GROUP + image;
-    copy_async_once(lines + block * LINE_BYTES + column % 8 * 16, from, column < COLUMNS && image0 + image < p.images);
-  }
-}
-
-// Four blocks of pixels become 8 columns of a channel for each lane.
-__device__ __forceinline__ void transpose(u32 lines, char* planes) {
-  const int thread = anew(threadIdx.x), lane = thread % 32;
-#pragma unroll 4
-  for (int i = thread / 32; i < BLOCKS / 4; i += WARPS) {
-    Octet v;
-    load_matrix4_transposed(v.word, lines + (4 * i + lane % 8 / 2) * LINE_BYTES + (lane / 8 * 2 + lane % 2) * 16);
-    *reinterpret_cast<uint4*>(planes + lane / 4 * PLANE + (4 * i + lane % 4) * 16) = v.quad;
-  }
-}
-
 __device__ __forceinline__ void store(u32 planes, const Params& p, int image0, int channel) {
   const int thread = anew(threadIdx.x), lane = thread % 32;
 #pragma unroll 4
-  for (int i = thread / 32; i < OUT_BLOCKS / 4; i += WARPS) {
+  for (int i = thread / 32; i < Outputs::blocks / 4; i += WARPS) {
     Octet v;
-    load_matrix4_transposed(v.word, planes + (lane / 8 * 2 + lane % 2) * OUT_PLANE + (4 * i + lane % 8 / 2) * 16);
+    load_matrix4_transposed(v.word, planes + (lane / 8 * 2 + lane % 2) * Outputs::plane + (4 * i + lane % 8 / 2) * 16);
     const int block = 4 * i + lane % 4, image = image0 + block % GROUP, column = block / GROUP % OUT_EIGHTHS * 8 + lane / 4, row = block / (GROUP * OUT_EIGHTHS);
     const bool inside = image < p.images && column < OUT_COLUMNS;
     write8<8, true>(p.y.data + image * p.y.image + row * p.y.row + column * p.y.column + channel, v, [=](int) { return inside; });
@@ -80,7 +54,7 @@ __device__ __forceinline__ void load_filter(Filter& f, const Params& p, int chan
 __device__ __forceinline__ void multiply(const Filter& f, u32 plane, char* out_plane, float start, u32& watched) {
   const int lane = threadIdx.x % 32;
   auto load = [&](u32(&a)[4], int y) {
-    const u32 at = plane + (y * EIGHTHS * GROUP + lane % (GROUP * EIGHTHS)) * 16;
+    const u32 at = plane + (Inputs::block(y, 0, 0) + lane % (GROUP * EIGHTHS)) * 16;
     if (EIGHTHS == 2) load_matrix4(a, at);
     else load_matrix2(a, at);
   };
@@ -113,7 +87,7 @@ __device__ __forceinline__ void multiply(const Filter& f, u32 plane, char* out_p
         for (int h = 0; h < 2; ++h) {  // images g and g + 8
           const u32 packed = pack(acc[r - r0][j][2 * h], acc[r - r0][j][2 * h + 1]);
           watch(watched, packed);
-          *reinterpret_cast<u32*>(out_plane + ((r * OUT_EIGHTHS + j) * GROUP + 8 * h) * 16 + lane * 4) = packed;
+          *reinterpret_cast<u32*>(out_plane + Outputs::block(r, j, 8 * h) * 16 + lane * 4) = packed;
         }
   }
 }
@@ -130,11 +104,11 @@ __device__ __noinline__ void group_by_taps(const Params& p, int image0, int chan
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_images(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u16 shared[];
   char* planes = reinterpret_cast<char*>(shared);
-  const u32 planes_at = shared_address(shared), lines = planes_at + CHANNELS * PLANE;
+  const u32 planes_at = shared_address(shared), lines = planes_at + Inputs::plane_bytes;
   const int channel = blockIdx.x % p.channel_blocks * CHANNELS, warp = threadIdx.x / 32;
   const int first = blockIdx.x / p.channel_blocks * p.share, last = min(first + p.share, p.groups);
 
-  fetch(lines, p, first * GROUP, channel);
+  Inputs::fetch(lines, p.x, first * GROUP, p.images, channel);
   copy_async_commit();
   Filter filter;
   load_filter(filter, p, channel + warp);
@@ -144,13 +118,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_i
     const int here = slot * SLOT_BYTES;
     copy_async_wait<0>();
     __syncthreads();
-    if (group + 1 < last) fetch(lines + (SLOT_BYTES - here), p, (group + 1) * GROUP, channel);
+    if (group + 1 < last) Inputs::fetch(lines + (SLOT_BYTES - here), p.x, (group + 1) * GROUP, p.images, channel);
     copy_async_commit();
-    transpose(lines + here, planes);
+    Inputs::transpose(lines + here, planes);
     __syncthreads();
-    char* outputs = planes + CHANNELS * PLANE + here;
+    char* outputs = planes + Inputs::plane_bytes + here;
     u32 watched = 0;
-    multiply(filter, planes_at + warp * PLANE, outputs + warp * OUT_PLANE, start, watched);
+    multiply(filter, planes_at + warp * Inputs::plane, outputs + warp * Outputs::plane, start, watched);
     if (__syncthreads_or(watched_non_finite(watched))) group_by_taps(p, group * GROUP, channel);
     else store(lines + here, p, group * GROUP, channel);
   }

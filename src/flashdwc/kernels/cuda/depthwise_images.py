@@ -1,8 +1,8 @@
-"""Launches ``depthwise_images.cu``: channels_last of stride 1, maps of at most 16 x 16, on tensor cores."""
+"""Launches ``depthwise_images.cu`` and ``depthwise_images_weight_grad.cu``: channels_last of stride 1, maps of at most 16 x 16, on tensor cores."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core.backend import Plan
 from .depthwise_problem import Problem
-from .depthwise_tensor_core import conv_plan, conv_sizes
+from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
 
 ENOUGH_OUTPUTS = 2**62  # no rule chooses these kernels before they are measured; `flashdwc warmup --tune` may
 LARGEST_SIDE, CHANNELS, GROUP, WARPS = 16, 8, 16, 8
@@ -20,6 +20,7 @@ LARGEST_SIDE, CHANNELS, GROUP, WARPS = 16, 8, 16, 8
 @dataclass(frozen=True)
 class Images:
     resident: int  # blocks of a multiprocessor
+    height: int = 0  # filter rows of a block, in a weight gradient
 
 
 @lru_cache(maxsize=4096)
@@ -30,18 +31,44 @@ def conv_images(problem: Problem, shared_limit: int) -> Images | None:
     return next(iter(conv_layouts(problem, shared_limit)), None)
 
 
+@lru_cache(maxsize=4096)
+def weight_grad_images(problem: Problem, shared_limit: int) -> Images | None:
+    """The layout of a weight gradient; None where other kernels are faster."""
+    if problem.outputs < ENOUGH_OUTPUTS:
+        return None
+    return next(iter(weight_grad_layouts(problem, shared_limit)), None)
+
+
 def conv_layouts(problem: Problem, shared_limit: int) -> list[Images]:
     """Those that a problem allows, the likely fastest first."""
+    eighths, out_eighths = _eighths(problem)
+    registers = problem.vertical.k * eighths * out_eighths + 70
+    return _fitting(problem, [Images(resident) for resident in (4, 3, 2, 1)], registers, conv_macros, shared_limit)
+
+
+def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Images]:
+    """Those that a problem allows, the likely fastest first."""
+    of_a_row = 4 * _eighths(problem)[1]  # registers
+    parts = -(-problem.vertical.k * of_a_row // 112)
+    height = -(-problem.vertical.k // parts)
+    choices = [Images(resident, height) for resident in (4, 3, 2, 1)]
+    return _fitting(problem, choices, height * of_a_row + 64, weight_grad_macros, shared_limit)
+
+
+def _fitting(
+    problem: Problem, choices: Sequence[Images], registers: int, macros_of: Callable, shared_limit: int
+) -> list[Images]:
     v, h = problem.vertical, problem.horizontal
     plain = max(v.s, h.s, v.u, h.u, problem.spread, problem.sum) == 1
     small = max(v.size, h.size, v.out, h.out) <= LARGEST_SIDE
     if not (plain and small and problem.by_octets and problem.taps > 1):
         return []
-    eighths, out_eighths = _eighths(problem)
-    registers = v.k * eighths * out_eighths + 70
-    shared = conv_macros(problem, Images(1))[1]
-    allowed = (Images(resident) for resident in (4, 3, 2, 1) if registers <= min(255, 256 // resident))
-    return [images for images in allowed if images.resident * (shared + 1024) <= shared_limit + 1024]
+
+    def fits(images: Images) -> bool:
+        enough_registers = registers <= min(255, 256 // images.resident)
+        return enough_registers and images.resident * (macros_of(problem, images)[1] + 1024) <= shared_limit + 1024
+
+    return list(filter(fits, choices))
 
 
 def _eighths(problem: Problem) -> tuple[int, int]:
@@ -51,20 +78,32 @@ def _eighths(problem: Problem) -> tuple[int, int]:
 
 def conv_macros(problem: Problem, images: Images) -> tuple[dict[str, int], int]:
     """Macros of ``depthwise_images.cu`` and the shared memory in bytes."""
+    lines, planes, _, out_planes = _bytes(problem)
+    macros = {**_macros(problem, images), "SH": 1, "SW": 1, "UH": 1, "UW": 1, "SPREAD": 1, "SUM": 1}
+    return macros, planes + 2 * max(lines, out_planes)
+
+
+def weight_grad_macros(problem: Problem, images: Images) -> tuple[dict[str, int], int]:
+    """Macros of ``depthwise_images_weight_grad.cu`` and the shared memory in bytes."""
+    lines, planes, out_lines, out_planes = _bytes(problem)
+    return {**_macros(problem, images), "HEIGHT": images.height}, planes + out_planes + max(lines, out_lines)
+
+
+def _macros(problem: Problem, images: Images) -> dict[str, int]:
     v, h = problem.vertical, problem.horizontal
-    eighths, out_eighths = _eighths(problem)
-    planes, out_planes = (CHANNELS * _apart(16 * GROUP * n) for n in (v.size * eighths, v.out * out_eighths))
-    slot = max(GROUP * v.size * eighths * (8 * 16 + 32), out_planes)
-    macros = {
-        "KH": v.k, "KW": h.k, "SH": 1, "SW": 1, "DH": v.d, "DW": h.d, "UH": 1, "UW": 1, "PAD_H": v.p, "PAD_W": h.p, "SPREAD": 1, "SUM": 1,
-        "ROWS": v.size, "COLUMNS": h.size, "OUT_ROWS": v.out, "OUT_COLUMNS": h.out, "THREADS": 32 * WARPS, "BLOCKS_PER_SM": images.resident,
+    return {
+        "KH": v.k, "KW": h.k, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "ROWS": v.size, "COLUMNS": h.size,
+        "OUT_ROWS": v.out, "OUT_COLUMNS": h.out, "THREADS": 32 * WARPS, "BLOCKS_PER_SM": images.resident,
     }  # fmt: skip
-    return macros, planes + 2 * slot
 
 
-def _apart(size: int) -> int:
-    """Bytes between planes, so that two channels lie in different banks."""
-    return size + (64 - size) % 128
+def _bytes(problem: Problem) -> tuple[int, int, int, int]:
+    """Of the source's pixels, its planes, and the same of the result: of 8 channels and 16 images."""
+    found: list[int] = []
+    for rows, eighths in zip((problem.vertical.size, problem.vertical.out), _eighths(problem)):
+        blocks = GROUP * rows * eighths
+        found += [blocks * (8 * 16 + 32), CHANNELS * (16 * blocks + (64 - 16 * blocks) % 128)]
+    return found[0], found[1], found[2], found[3]
 
 
 def describe(problem: Problem, images: Images) -> str:
@@ -81,10 +120,26 @@ def plan_conv(
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
     macros, shared = conv_macros(problem, images)
-    channel_blocks, groups = problem.channels // CHANNELS, -(-problem.images // GROUP)
-    places = images.resident * torch.cuda.get_device_properties(source.device).multi_processor_count
-    share = -(-groups // min(groups, max(1, places // channel_blocks)))
-    numbers = [problem.images, problem.channels, *conv_sizes(problem), channel_blocks, groups, share]
-    shape = {"blocks": channel_blocks * -(-groups // share), "threads": 32 * WARPS, "shared_bytes": shared}
+    blocks, _, numbers = _course(problem, images, 1, source.device)
+    shape = {"blocks": blocks, "threads": 32 * WARPS, "shared_bytes": shared}
     name = "depthwise_images"
     return conv_plan(name, problem, macros, numbers, source, result_size, memory_format, rotate, **shape)
+
+
+def plan_weight_grad(problem: Problem, images: Images, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
+    macros, shared = weight_grad_macros(problem, images)
+    height_groups = -(-problem.vertical.k // images.height)
+    blocks, splits, numbers = _course(problem, images, height_groups, x.device)
+    shape = {"blocks": blocks, "threads": 32 * WARPS, "shared_bytes": shared}
+    name = "depthwise_images_weight_grad"
+    return weight_grad_plan(name, macros, [*numbers, height_groups], splits, dy, x, weight_size, weight_stride, **shape)
+
+
+def _course(problem: Problem, images: Images, height_groups: int, device: torch.device) -> tuple[int, int, list[int]]:
+    """All blocks, those that share the groups of some channels and filter rows, and the kernel's sizes."""
+    channel_blocks, groups = problem.channels // CHANNELS, -(-problem.images // GROUP)
+    places = images.resident * torch.cuda.get_device_properties(device).multi_processor_count
+    share = -(-groups // min(groups, max(1, places // (channel_blocks * height_groups))))
+    splits = -(-groups // share)
+    sizes = [problem.images, problem.channels, *conv_sizes(problem), channel_blocks, groups, share]
+    return channel_blocks * height_groups * splits, splits, sizes
