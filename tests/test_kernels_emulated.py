@@ -111,7 +111,9 @@ def test_kernels_compute_the_definition(case, prefer, request):
     if stride == 1 or family in ("direct", "maps", "conv", "few", "images"):
         assert kernels == [f"depthwise_{family}"]
     dw, kernels = launch(weight_grad, g, x, tuple(w.shape), w.stride(), *geometry_)
-    if family in ("direct", "maps", "planar") or (family in ("images", "octets", "transposed", "warps") and stride == 1):
+    if family in ("direct", "maps", "planar") or (
+        family in ("images", "octets", "transposed", "warps") and stride == 1
+    ):
         assert kernels[0] == f"depthwise_{family}_weight_grad"
     check_values(x, w, b, g, y, (dx, dw), *geometry_)
 

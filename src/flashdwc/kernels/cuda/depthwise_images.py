@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core.backend import Plan
 from .depthwise_problem import Problem
-from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
+from .depthwise_tensor_core import conv_plan, conv_sizes, shares, weight_grad_plan
 
 ENOUGH_OUTPUTS = 2**62  # no rule chooses these kernels before they are measured; `flashdwc warmup --tune` may
 LARGEST_SIDE, CHANNELS, GROUP, WARPS = 16, 8, 16, 8
@@ -138,8 +138,6 @@ def plan_weight_grad(problem: Problem, images: Images, dy: Tensor, x: Tensor, we
 def _course(problem: Problem, images: Images, height_groups: int, device: torch.device) -> tuple[int, int, list[int]]:
     """All blocks, those that share the groups of some channels and filter rows, and the kernel's sizes."""
     channel_blocks, groups = problem.channels // CHANNELS, -(-problem.images // GROUP)
-    places = images.resident * torch.cuda.get_device_properties(device).multi_processor_count
-    share = -(-groups // min(groups, max(1, places // (channel_blocks * height_groups))))
-    splits = -(-groups // share)
+    share, splits = shares(device, groups, channel_blocks * height_groups, images.resident)
     sizes = [problem.images, problem.channels, *conv_sizes(problem), channel_blocks, groups, share]
     return channel_blocks * height_groups * splits, splits, sizes

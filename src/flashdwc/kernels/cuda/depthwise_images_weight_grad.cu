@@ -52,15 +52,9 @@ __device__ __forceinline__ void accumulate(Sums& g, u32 input, u32 output, int a
 
 // The taps of filter row kh, by way of scratch: [8 columns j][16 columns k][column].
 __device__ __forceinline__ void write_taps(const Params& p, float* scratch, const float (&g)[OUT_EIGHTHS][4], int split, int channel, int kh) {
-  const int lane = threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
-  __syncwarp();
-#pragma unroll
-  for (int j = 0; j < OUT_EIGHTHS; ++j)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) scratch[(16 * j + row + e / 2 * 8) * 8 + column + e % 2] = g[j][e];
-  __syncwarp();
+  share_sums(scratch, g);
   if (kh >= KH) return;
-  for (int kw = lane; kw < KW; kw += 32) {
+  for (int kw = threadIdx.x % 32; kw < KW; kw += 32) {
     float sum = 0.f;
     for (int j = 0; j < 8 * OUT_EIGHTHS; ++j) {
       const int k = j + kw * DW - PAD_W;

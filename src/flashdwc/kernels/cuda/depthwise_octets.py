@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core.backend import Plan
 from .depthwise_problem import MULTIPROCESSORS, Axis, Problem
-from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
+from .depthwise_tensor_core import conv_plan, conv_sizes, shares, weight_grad_plan
 from .depthwise_tiles import leading_steps, round_up
 
 CHANNELS, PIXEL_BYTES, WARPS = 64, 128, 8  # of a block: a line of memory of each pixel, a warp for each octet
@@ -71,7 +71,7 @@ def conv_layouts(problem: Problem, shared_limit: int) -> list[Octets]:
         registers = 4 * v.k * fours + 16 * octets.rows + 8 * (fours + h.s)
         return _fits(octets.out_rows(CONV_TILE), registers, conv_macros(problem, octets)[1], shared_limit)
 
-    columns = _by_width(problem)
+    columns = by_width(problem, (64, 32, 16, 8))
     choices = (Octets(c, rows, stages) for c in columns for rows in (4, 2, 1) for stages in (2, 1))
     return sorted(filter(fits, choices), key=lambda octets: max(MULTIPROCESSORS / _parts(problem, octets), 1))
 
@@ -88,7 +88,7 @@ def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Octets]:
         registers = 16 * height + 8 * octets.rows + (24 if h.d == 1 else 72)
         return _fits(octets.out_rows(WEIGHT_GRAD_TILE), registers, shared, shared_limit)
 
-    columns = _by_width(problem)
+    columns = by_width(problem, (64, 32, 16, 8))
     choices = (Octets(c, rows, stages, height) for rows in (8, 4, 2, 1) for c in columns for stages in (2, 1))
     return list(filter(fits, choices))
 
@@ -115,9 +115,9 @@ def _covers(problem: Problem) -> bool:
     return plain and problem.by_octets and problem.taps > 1 and rows < 2**31
 
 
-def _by_width(problem: Problem) -> list[int]:
-    """Columns of a strip, the best first by those that are loaded."""
-    return sorted((64, 32, 16, 8), key=lambda c: -(-problem.horizontal.out // c) * (c + 8))[:2]
+def by_width(problem: Problem, choices: Sequence[int]) -> list[int]:
+    """The two best of columns of a strip, by those that are loaded."""
+    return sorted(choices, key=lambda c: -(-problem.horizontal.out // c) * (c + 8))[:2]
 
 
 def _fits(out_rows: int, registers: int, shared_bytes: int, shared_limit: int) -> bool:
@@ -179,10 +179,8 @@ def _course(
     channel_blocks = -(-problem.channels // CHANNELS)
     steps_down, strips = _steps(problem, octets, out_rows)
     steps = steps_down * strips
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    share = -(-steps // min(steps, max(1, multiprocessors // (channel_blocks * filter_parts))))
+    share, splits = shares(device, steps, channel_blocks * filter_parts)
     sizes = [problem.images, problem.channels, *conv_sizes(problem), period_of(problem.vertical)]
-    splits = -(-steps // share)
     return channel_blocks * filter_parts * splits, splits, [*sizes, steps_down, strips, channel_blocks, steps, share]
 
 

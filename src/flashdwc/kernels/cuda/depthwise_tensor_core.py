@@ -162,6 +162,13 @@ def choose_splits(device: torch.device, columns: int, tiles: int, resident: int,
     return -(-tiles // -(-tiles // wanted))  # as few as give each the same number of tiles
 
 
+def shares(device: torch.device, steps: int, columns: int, resident: int = 1) -> tuple[int, int]:
+    """Steps of a block, and blocks that share all steps: each of ``columns`` is shared by as many as fill the device once."""
+    places = resident * torch.cuda.get_device_properties(device).multi_processor_count
+    share = -(-steps // min(steps, max(1, places // columns)))
+    return share, -(-steps // share)
+
+
 def weight_grad_plan(
     kernel: str,
     macros: Mapping[str, int],

@@ -103,15 +103,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed(co
   const Storer store(p.y, channel, p.channels);
   copy_async_wait<STAGES>();
   __syncthreads();
-  int line = 0, oldest = 0;  // slots: of the lines to be transposed next; of the ring, where the window starts
+  int line = 1, oldest = 0;  // slots: of the lines to be transposed next; of the ring, where the window starts
   transpose(lines, ring + LEADING * SLOT_BYTES);
-  line = 1;
   copy_async_wait<STAGES - 1>();
   __syncthreads();
 
   Way now(first, LEADING, p);
   Rows rows = out_images.from(now.row), stored = rows;
-  int stored_column = 0, half = 0;    // of the outputs that wait in shared memory
+  int stored_column = 0, half = 0;   // of the outputs that wait in shared memory
   bool staged = false, bad = false;  // are there such, and some that are not finite
   while (now.left > 0 || staged) {
     const bool busy = now.left > 0 && now.number >= 0 && rows.y < p.busy_rows;

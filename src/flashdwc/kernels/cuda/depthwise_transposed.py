@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...core.backend import Plan
-from .depthwise_octets import period_of
+from .depthwise_octets import by_width, period_of
 from .depthwise_problem import Problem
-from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
+from .depthwise_tensor_core import conv_plan, conv_sizes, shares, weight_grad_plan
 from .depthwise_tiles import leading_steps, round_up
 
 # What follows was measured on an H200, over the layers of networks.
@@ -103,9 +103,8 @@ def _covers(problem: Problem) -> bool:
 
 
 def _choices(problem: Problem) -> Iterator[Transposed]:
-    by_width = sorted((64, 32, 16), key=lambda c: -(-problem.horizontal.out // c) * (c + 8))
     for channels, heights in ((16, (4, 2)), (8, (8, 4, 2))):
-        for columns in by_width[:2]:
+        for columns in by_width(problem, (64, 32, 16)):
             for rows in heights:
                 for stages in (2, 1):
                     yield Transposed(channels, columns, rows, stages)
@@ -124,7 +123,7 @@ def _eighths(problem: Problem) -> int:
 
 def _pitch(columns: int, t: Transposed) -> int:
     """Elements between rows, so that the row groups that an ldmatrix reads meet different banks, where they can."""
-    apart = {64: range(0, 128, 16), 32: (64,), 16: (32, 96), 8: (16, 48, 80, 112)}[t.columns]
+    apart = {64: range(0, 128, 16), 32: (64,), 16: (32, 96)}[t.columns]
     return next((p for p in range(columns, columns + 64, 8) if 2 * p * t.rows % 128 in apart), columns)
 
 
@@ -217,10 +216,8 @@ def _course(problem: Problem, t: Transposed, height_groups: int, device: torch.d
     period, busy = _period(problem, t)
     steps_down, strips = -(-((problem.images - 1) * period + v.out) // t.out_rows), -(-h.out // t.columns)
     channel_blocks, steps = -(-problem.channels // t.channels), steps_down * strips
-    places = torch.cuda.get_device_properties(device).multi_processor_count
-    share = -(-steps // min(steps, max(1, places // (channel_blocks * height_groups))))
+    share, splits = shares(device, steps, channel_blocks * height_groups)
     sizes = [problem.images, problem.channels, *conv_sizes(problem), period, busy]
-    splits = -(-steps // share)
     return channel_blocks * height_groups * splits, splits, [*sizes, steps_down, strips, channel_blocks, steps, share]
 
 

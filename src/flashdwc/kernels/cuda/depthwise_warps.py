@@ -155,11 +155,8 @@ def _pitch(columns: int, warps: Warps, stride: int) -> int:
 def _fitting(choices: Sequence[Warps], problem: Problem, macros_of: Callable, shared_limit: int) -> list[Warps]:
     def fits(warps: Warps) -> bool:
         loaded = (warps.blocks - 1) * 8 * problem.horizontal.s + 16 * _pieces(problem, 16)
-        if (
-            loaded > 32 * problem.inner.vector or warps.columns > 32 * problem.outer.vector
-        ):  # a lane has one piece of a row
-            return False
-        return warps.resident * (macros_of(problem, warps)[1] + 1024) <= shared_limit + 1024
+        a_piece_a_lane = loaded <= 32 * problem.inner.vector and warps.columns <= 32 * problem.outer.vector
+        return a_piece_a_lane and warps.resident * (macros_of(problem, warps)[1] + 1024) <= shared_limit + 1024
 
     return list(filter(fits, dict.fromkeys(choices)))
 

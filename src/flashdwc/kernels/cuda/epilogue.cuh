@@ -21,18 +21,23 @@ template <class Params> __device__ __forceinline__ void write_tap(const Params& 
   else p.partials[i64(split) * p.channels * (KH * KW) + at] = sum;
 }
 
-// The taps of filter row kh from a warp's G: dW[kh][kw] = sum_j G[lead + j stride + kw D][j]. G is shared by way of scratch, its size.
-template <int lead, int stride, int sixteenths, class Params>
-__device__ __forceinline__ void write_diagonals(const Params& p, float* scratch, const float (&g)[sixteenths][4], int split, int channel, int kh) {
+// Puts a warp's sums, tiles of 16 rows x 8 columns, where all its lanes read them.
+template <int tiles> __device__ __forceinline__ void share_sums(float* scratch, const float (&g)[tiles][4]) {
   const int lane = threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
   __syncwarp();
 #pragma unroll
-  for (int t = 0; t < sixteenths; ++t)
+  for (int t = 0; t < tiles; ++t)
 #pragma unroll
     for (int e = 0; e < 4; ++e) scratch[(16 * t + row + e / 2 * 8) * 8 + column + e % 2] = g[t][e];
   __syncwarp();
+}
+
+// The taps of filter row kh from a warp's G: dW[kh][kw] = sum_j G[lead + j stride + kw D][j]. G is shared by way of scratch, its size.
+template <int lead, int stride, int sixteenths, class Params>
+__device__ __forceinline__ void write_diagonals(const Params& p, float* scratch, const float (&g)[sixteenths][4], int split, int channel, int kh) {
+  share_sums(scratch, g);
   if (kh >= KH || channel >= p.channels) return;
-  for (int kw = lane; kw < KW; kw += 32) {
+  for (int kw = threadIdx.x % 32; kw < KW; kw += 32) {
     float sum = 0.f;
 #pragma unroll
     for (int j = 0; j < 8; ++j) sum += scratch[(lead + j * stride + kw * DW) * 8 + j];

@@ -49,7 +49,7 @@ struct Column {
   }
 };
 
-// Rows of pixels. Blocks of 8 pixels lie apart, or the halves of pixels are swapped, so that the 8 rows of a matrix are in different banks.
+// Rows of pixels. Blocks of 8 pixels lie apart, so that the 8 rows of a matrix are in different banks.
 template <int pixels_> struct Lines {
   static constexpr int pixels = pixels_, apart = OCTETS == 1 ? 32 : OCTETS == 2 ? 64 : 0, parts = pixels * OCTETS / 32;
   static constexpr int block_bytes = 16 * CHANNELS + apart, row_bytes = pixels / 8 * block_bytes, bytes = STEP_ROWS * row_bytes;
