@@ -34,6 +34,8 @@ MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90a": 132, "sm_1
 CASES: dict[str, tuple] = {
     "3x3": (8, 64, 56, 56, (3, 3), 1, 1, 1, 1, "nhwc"),
     "3x3 stride 2": (8, 96, 57, 56, (3, 3), 2, 1, 1, 1, "nhwc"),
+    "3x3 in turns": (128, 144, 56, 56, (3, 3), 2, 1, 1, 1, "nhwc"),
+    "11x1": (8, 24, 28, 28, (11, 1), 1, (5, 0), 1, 1, "nhwc"),
     "3x3 large": (128, 256, 64, 64, (3, 3), 1, 1, 1, 1, "nhwc"),
     "5x5 large": (128, 128, 56, 56, (5, 5), 1, 2, 1, 1, "nhwc"),
     "7x7 of 32 columns": (128, 768, 32, 32, (7, 7), 1, 3, 1, 1, "nhwc"),
@@ -53,7 +55,10 @@ CASES: dict[str, tuple] = {
     "3x3 maps of 28 columns": (128, 192, 28, 28, (3, 3), 1, 1, 1, 1, "nchw"),
     "3x3 planes of 160 columns": (128, 32, 160, 160, (3, 3), 1, 1, 1, 1, "nchw"),
     "3x3 maps of 112 columns": (128, 32, 112, 112, (3, 3), 1, 1, 1, 1, "nchw"),
+    "3x3 maps of 56 columns": (128, 144, 56, 56, (3, 3), 1, 1, 1, 1, "nchw"),
+    "3x3 few maps of 28 columns": (8, 24, 28, 28, (3, 3), 1, 1, 1, 1, "nchw"),
     "3x3 maps stride 2": (128, 144, 56, 56, (3, 3), 2, 1, 1, 1, "nchw"),
+    "5x5 maps of 56 columns, stride 2": (128, 72, 56, 56, (5, 5), 2, 2, 1, 1, "nchw"),
     "5x5 maps": (128, 480, 14, 14, (5, 5), 1, 2, 1, 1, "nchw"),
     "5x5 maps of 7 columns": (128, 1024, 7, 7, (5, 5), 1, 2, 1, 1, "nchw"),
     "5x5 maps stride 2": (128, 672, 14, 14, (5, 5), 2, 2, 1, 1, "nchw"),
@@ -63,7 +68,7 @@ CASES: dict[str, tuple] = {
     "7x7 stride 2": (8, 64, 56, 56, (7, 7), 2, 3, 1, 1, "nhwc"),
     "7x7 dilation 2": (8, 64, 56, 56, (7, 7), 1, 6, 2, 1, "nhwc"),
     "7x7 multiplier": (2, 8, 28, 28, (7, 7), 1, 3, 1, 4, "nhwc"),
-    "13x13 octets of maps": (128, 128, 14, 14, (13, 13), 1, 6, 1, 1, "nhwc"),
+    "13x13 octets of maps": (128, 128, 28, 28, (13, 13), 1, 6, 1, 1, "nhwc"),
     "7x7 octets of 14 columns": (128, 384, 14, 14, (7, 7), 1, 3, 1, 1, "nhwc"),
     "5x5 octets stride 2": (128, 128, 28, 28, (5, 5), 2, 2, 1, 1, "nhwc"),
     "13x13 warps of 14 columns": (128, 384, 14, 14, (13, 13), 1, 6, 1, 1, "nchw"),
@@ -81,8 +86,8 @@ CASES: dict[str, tuple] = {
     "31x31 planes": (8, 256, 28, 28, (31, 31), 1, 15, 1, 1, "nchw"),
     "51x5": (8, 96, 56, 56, (51, 5), 1, (25, 2), 1, 1, "nhwc"),
     "5x51": (8, 96, 56, 56, (5, 51), 1, (2, 25), 1, 1, "nhwc"),
-    "3x3 of few outputs": (8, 24, 28, 28, (3, 3), 1, 1, 1, 1, "nhwc"),
-    "5x5 of few outputs, stride 2": (8, 40, 28, 28, (5, 5), 2, 2, 1, 1, "nchw"),
+    "3x3 of few outputs": (8, 24, 14, 14, (3, 3), 1, 1, 1, 1, "nchw"),
+    "3x3 of few outputs, stride 2, multiplier": (2, 20, 28, 28, (3, 3), 2, 1, 1, 2, "nhwc"),
     "27x27, images at once": (128, 512, 14, 14, (27, 27), 1, 13, 1, 1, "nhwc"),
     "7x7, images at once": (128, 768, 7, 7, (7, 7), 1, 3, 1, 1, "nhwc"),
     "1x11": (8, 40, 28, 28, (1, 11), 1, (0, 5), 1, 1, "nhwc"),
@@ -169,9 +174,7 @@ def kernels() -> set[str]:
 
 
 @pytest.mark.parametrize(("arch", "case"), RUNS, ids=[f"{arch}-{case}" for arch, case in RUNS])
-def test_compiles_without_spills(arch, case, specialisations, prefer):
-    if "images at once" in case:
-        prefer("images")
+def test_compiles_without_spills(arch, case, specialisations):
     dtype = torch.bfloat16 if "stride" in case else torch.float16
     found = specialisations(arch, case, dtype)
     with ThreadPoolExecutor(2) as pool:
@@ -186,10 +189,8 @@ def test_compiles_without_spills(arch, case, specialisations, prefer):
         assert name not in FILL_SHARED_MEMORY or sum(static) <= STATIC_BYTES, f"{name}: more than the planner counts"
 
 
-def test_cases_reach_every_kernel(specialisations, prefer):
+def test_cases_reach_every_kernel(specialisations):
     reached = {name for case in CASES for name, _ in specialisations("sm_90a", case, torch.float16)}
-    prefer("images")
-    reached |= {name for case in CASES for name, _ in specialisations("sm_90a", case, torch.float16)}
     assert reached == kernels(), "a kernel without a case in this file, or a case without a kernel"
 
 

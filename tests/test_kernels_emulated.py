@@ -13,6 +13,7 @@ from emulation import emulated_gpu
 from support import channels_last, check_non_finite_values, check_values, geometry
 from torch import Tensor
 
+from flashdwc.kernels.cuda import depthwise_direct
 from flashdwc.kernels.cuda.depthwise_problem import Axis
 from flashdwc.ops.depthwise_operators import forward, input_grad, weight_grad
 
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="no C++ compi
 # Kernels that forward, input gradient and weight gradient shall use; input size, kernel, stride, padding, dilation, multiplier, layout.
 CASES = {
     "few taps": ("direct", (2, 37, 9, 11), (3, 3), 1, 1, 1, 1, channels_last),
+    "few taps, strips in turns": ("direct", (3, 8, 9, 10), (3, 3), 1, 1, 1, 1, channels_last),
     "few taps, stride 2": ("direct", (2, 24, 9, 10), (3, 3), 2, 1, 1, 1, channels_last),
     "planes": ("planar", (2, 5, 7, 16), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
     "planes of odd width": ("planar", (3, 5, 6, 7), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
@@ -33,6 +35,7 @@ CASES = {
     "maps": ("maps", (3, 5, 14, 14), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
     "maps of odd width": ("maps", (5, 16, 9, 9), (5, 5), 1, 2, 1, 1, Tensor.contiguous),
     "narrow maps": ("maps", (2, 40, 7, 7), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
+    "maps, stride 2, gradients of 28 columns": ("maps", (2, 6, 56, 55), (5, 5), 2, 2, 1, 1, Tensor.contiguous),
     "narrow maps, stride 2": ("maps", (2, 8, 13, 14), (5, 5), 2, 2, 1, 1, Tensor.contiguous),
     "maps, stride 2": ("maps", (2, 6, 27, 28), (3, 3), 2, (1, 1, 0, 1), 1, 1, Tensor.contiguous),
     "maps, dilated": ("maps", (2, 4, 10, 15), (3, 3), 1, 3, 3, 1, Tensor.contiguous),
@@ -43,7 +46,7 @@ CASES = {
     "tiles of contiguous rows": ("conv", (1, 8, 9, 13), (7, 7), 1, 3, 1, 1, Tensor.contiguous),
     "tiles, stride 2": ("conv", (1, 8, 15, 14), (13, 13), 2, 6, 1, 1, channels_last),
     "tiles, multiplier": ("conv", (1, 4, 10, 10), (7, 7), 1, 3, 1, 2, channels_last),
-    "taps that meet padding only": ("conv", (2, 8, 7, 7), (7, 7), 1, 9, 3, 1, channels_last),
+    "taps that meet padding only": ("conv", (2, 8, 10, 10), (9, 9), 1, 12, 3, 1, channels_last),
     "taps that meet padding only, stride 2": (
         "conv",
         (1, 8, 5, 6),
@@ -94,9 +97,11 @@ def launch(operator, *args) -> tuple[Tensor, list[str]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_compute_the_definition(case, prefer, request):
+def test_kernels_compute_the_definition(case, prefer, request, monkeypatch):
     if "exchange" in case:
         request.getfixturevalue("many_writes")
+    if "in turns" in case:
+        monkeypatch.setattr(depthwise_direct, "BLOCKS_PER_SM", 0)
     family, (images, channels, *size), kernel, stride, padding, dilation, multiplier, layout = CASES[case]
     prefer(family)
     dtype = torch.bfloat16 if "planes" in case or "odd" in case or "parts" in case or "three" in case else torch.float16

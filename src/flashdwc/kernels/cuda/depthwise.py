@@ -55,7 +55,7 @@ def _all_ways(problem: Problem, limit: int, layouts: str) -> list[Way]:
     return [Way(engine, layout) for engine in engines for layout in getattr(engine, layouts)(problem, limit)]
 
 
-ENGINES = (few, images, octets, transposed, warps, maps, planar, direct, tensor_core)
+ENGINES = (few, images, octets, transposed, maps, warps, planar, direct, tensor_core)
 
 # Which way is the fastest was measured on an H200.
 
@@ -66,15 +66,15 @@ def _conv_way(problem: Problem, limit: int) -> Way:
         (images, images.conv_images),
         (octets, octets.conv_octets),
         (transposed, transposed.conv_transposed),
-        (warps, warps.conv_warps),
         (maps, maps.conv_maps),
+        (warps, warps.conv_warps),
     ):
         if (layout := choose(problem, limit)) is not None:
             return Way(engine, layout)
     if planar.suits(problem):
         return Way(planar, planar.conv_strip(problem))
-    narrow = problem.inner.vector < 4 or (problem.inner.vector == 4 and problem.outputs <= 4_000_000)
-    if _prefers_direct(problem, narrow):
+    small = problem.outputs <= 320_000 or (problem.inner.vector == 4 and problem.outputs <= 4_000_000)
+    if _prefers_direct(problem, small or problem.inner.vector < 4):
         return Way(direct, direct.conv_strip(problem))
     return Way(tensor_core, conv_tile(problem.folded, limit))
 
@@ -84,8 +84,8 @@ def _weight_grad_way(problem: Problem, limit: int) -> Way:
         (images, images.weight_grad_images),
         (octets, octets.weight_grad_octets),
         (transposed, transposed.weight_grad_transposed),
-        (warps, warps.weight_grad_warps),
         (maps, maps.weight_grad_maps),
+        (warps, warps.weight_grad_warps),
     ):
         if (layout := choose(problem, limit)) is not None:
             return Way(engine, layout)

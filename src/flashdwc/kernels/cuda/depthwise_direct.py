@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core.backend import Plan
 from .depthwise_problem import MULTIPROCESSORS, Problem
-from .depthwise_tensor_core import choose_splits, conv_plan, conv_sizes, weight_grad_plan
+from .depthwise_tensor_core import choose_splits, conv_plan, conv_sizes, divisors, weight_grad_plan
 from .depthwise_tiles import power_of_two
 
 MAX_TAPS, FEW_TAPS = 25, 12
@@ -49,10 +49,9 @@ def why_not(problem: Problem) -> str | None:
 
 
 # The choices below were measured on an H200, over some hundred layers of networks. Strips: channels, rows, columns.
-CONV_STRIPS = (4, 2, 4), (2, 2, 2), (1, 1, 2)  # of a small problem one that leaves enough threads
-MANY_TAPS_CONV_STRIPS = (2, 4, 4), (2, 2, 4), (2, 2, 2)
-NARROW_CONV_STRIPS = (1, 4, 4), (1, 2, 2)
-ENOUGH_THREADS = 15_000
+CONV_STRIPS = {800_000: (4, 2, 4), 48_000: (2, 2, 2), 0: (1, 1, 2)}  # from so many outputs on
+MANY_TAPS_CONV_STRIPS = {480_000: (2, 4, 4), 160_000: (2, 2, 4), 90_000: (2, 2, 2), 0: (1, 1, 2)}
+NARROW_CONV_STRIPS = {240_000: (1, 4, 4), 0: (1, 2, 2)}
 WEIGHT_GRAD_STRIP, STRIDED_WEIGHT_GRAD_STRIP = (4, 2, 4), (2, 2, 2)
 # With a filter row a block, of at most so many taps: more take more registers. Maps are 7, 14, 28 and 56 wide.
 SMALL_WEIGHT_GRAD_STRIPS = {1: (4, 4, 4), 5: (4, 1, 7), 12: (2, 1, 7), MAX_TAPS: (2, 1, 4)}
@@ -63,7 +62,7 @@ ENOUGH_BLOCKS = MULTIPROCESSORS // 4  # for one launch
 
 def conv_strip(problem: Problem) -> Strip:
     fitting = _fitting(problem, CONV_STRIPS if problem.taps <= FEW_TAPS else MANY_TAPS_CONV_STRIPS)
-    strip = next((s for s in fitting if problem.outputs >= ENOUGH_THREADS * s[0] * s[1] * s[2]), fitting[-1])
+    strip = next((strip for least, strip in fitting if problem.outputs >= least), fitting[-1][1])
     return _share(problem, Strip(*strip, lanes=1, threads=128))
 
 
@@ -71,15 +70,16 @@ def conv_layouts(problem: Problem, shared_limit: int) -> list[Strip]:
     """Those that a problem allows."""
     if why_not(problem) is not None:
         return []
-    fitting = _fitting(problem, dict.fromkeys((*CONV_STRIPS, *MANY_TAPS_CONV_STRIPS)))
-    return [_share(problem, Strip(*strip, lanes=1, threads=128)) for strip in fitting]
+    fitting = _fitting(problem, CONV_STRIPS) + _fitting(problem, MANY_TAPS_CONV_STRIPS)
+    strips = dict.fromkeys(strip for _, strip in fitting)
+    return [_share(problem, Strip(*strip, lanes=1, threads=128)) for strip in strips]
 
 
-def _fitting(problem: Problem, choices: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def _fitting(problem: Problem, choices: dict[int, tuple[int, int, int]]) -> list[tuple[int, tuple[int, int, int]]]:
     """Those that a problem allows; where a thread can have one channel only, of others."""
     v, h, widest = problem.vertical, problem.horizontal, min(problem.inner.vector, problem.outer.vector)
     choices = choices if widest > 1 else NARROW_CONV_STRIPS
-    return [s for s in choices if s[0] <= widest and s[1] % v.u == 0 and s[2] % h.u == 0]
+    return [(n, s) for n, s in choices.items() if s[0] <= widest and s[1] % v.u == 0 and s[2] % h.u == 0]
 
 
 def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Strip]:
@@ -95,7 +95,8 @@ def _share(problem: Problem, strip: Strip) -> Strip:
         read = 2 * strip.vector * lanes
         if lanes == groups:  # whole pixels are neighbours
             return busy
-        return busy * (1.0 if read % 32 == 0 else 0.94) * (1.0 if read >= 128 else 0.93 if read >= 64 else 0.86)
+        sectors = read / (-(-read // 32) * 32) if read < 32 else 1.0 if read % 32 == 0 else 0.94
+        return busy * sectors * (1.0 if read >= 128 else 0.93 if read >= 64 else 0.86)
 
     return replace(strip, lanes=max(range(1, min(groups, 64) + 1), key=use))
 
@@ -146,12 +147,25 @@ def _common_macros(problem: Problem, strip: Strip) -> dict[str, int]:
 
 
 def weight_grad_macros(problem: Problem, strip: Strip) -> dict[str, int]:
-    return {**_common_macros(problem, strip), "HEIGHT": strip.height}
+    return {
+        **_common_macros(problem, strip),
+        "HEIGHT": strip.height,
+        "AHEAD": problem.horizontal.k == strip.height == 1,
+    }
 
 
-def conv_macros(problem: Problem, strip: Strip) -> dict[str, int]:
+def conv_macros(problem: Problem, strip: Strip, once: bool) -> dict[str, int]:
+    """``once``: does a thread have one strip at most?"""
     v, h = problem.vertical, problem.horizontal
-    upsampling = {"UH": v.u, "UW": h.u, "PHASE_H": v.phase, "PHASE_W": h.phase, "FIRST_H": v.first, "FIRST_W": h.first}
+    upsampling = {
+        "ONCE": once,
+        "UH": v.u,
+        "UW": h.u,
+        "PHASE_H": v.phase,
+        "PHASE_W": h.phase,
+        "FIRST_H": v.first,
+        "FIRST_W": h.first,
+    }
     return {**_common_macros(problem, strip), **upsampling}
 
 
@@ -172,10 +186,13 @@ def plan_conv(
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
     strips, across, down, channel_blocks = _strip_grid(problem, strip)
-    numbers = strips, problem.channels, *conv_sizes(problem), across, down, channel_blocks
-    blocks = channel_blocks * _strip_blocks(source.device, channel_blocks, -(-strips // strip.strips))
-    shape = {"blocks": blocks, "threads": strip.threads}
-    macros = conv_macros(problem, strip)
+    groups = -(-strips // strip.strips)
+    blocks = _strip_blocks(source.device, channel_blocks, groups)  # of the same channels
+    step = blocks * strip.strips
+    numbers = strips, problem.channels, *conv_sizes(problem), step, *divisors(across, down, channel_blocks)
+    shape = {"blocks": channel_blocks * blocks, "threads": strip.threads}
+    many_registers = strip.vector == 4 and max(problem.vertical.u, problem.horizontal.u) > 1
+    macros = conv_macros(problem, strip, blocks == groups and not many_registers)
     return conv_plan("depthwise_direct", problem, macros, numbers, source, result_size, memory_format, rotate, **shape)
 
 
@@ -189,7 +206,8 @@ def plan_weight_grad(problem: Problem, strip: Strip, dy: Tensor, x: Tensor, weig
     columns = _weight_grad_columns(problem, strip)
     groups_of_strips = -(-strips // strip.strips)
     splits = 1 if strips <= FEW_STRIPS else choose_splits(x.device, columns, groups_of_strips, resident=1)
-    numbers = strips, problem.channels, *conv_sizes(problem), across, down, channel_blocks
-    macros, shape = weight_grad_macros(problem, strip), {"blocks": columns * splits, "threads": strip.threads}
+    numbers = strips, problem.channels, *conv_sizes(problem), *divisors(across, down, channel_blocks)
+    macros = weight_grad_macros(problem, strip)
+    shape = {"blocks": columns * splits, "threads": strip.threads}
     kernel = "depthwise_direct_weight_grad"
     return weight_grad_plan(kernel, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)

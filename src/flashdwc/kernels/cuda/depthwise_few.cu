@@ -1,30 +1,27 @@
 // Depthwise convolution of few outputs, forward or input gradient, 16 bit, any layout: an output a thread.
 //
+// Neighbouring threads take neighbours in memory: pixels of a channel in NCHW, in NHWC CHANNELS channels and then pixels, as these share taps.
+//
 // What a small launch costs is the way to its first result: instructions and operands that come from memory one after the other. So the code
 // is short, and all reads of a thread are under way at once. A tap outside of the input is not read, so nothing can turn an output into NaN.
 #include "by_taps.cuh"
+#include "divide.cuh"
 
 struct Params {
   Tensor4 x, y;
   const u16 *weight, *bias;
-  int outputs, channels, rows, columns, out_rows, out_columns;
-  u32 per_channels, per_out_rows, per_out_columns;  // 2^32 / them, rounded up
+  int threads, channels, rows, columns;
+  Divisor channel_blocks, out_rows, out_columns;
 };
-
-// t becomes t / n, and the remainder is returned; t and n are below 2^16.
-__device__ __forceinline__ int divide(unsigned& t, int n, u32 per_n) {
-  const unsigned whole = t, quotient = n == 1 ? t : __umulhi(t, per_n);
-  t = quotient;
-  return whole - quotient * n;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS) depthwise_few(const __grid_constant__ Params p) {
   unsigned t = blockIdx.x * THREADS + threadIdx.x;
-  if (t >= p.outputs) return;
-  int channel = 0;
-  if (NHWC) channel = divide(t, p.channels, p.per_channels);
-  const int column = divide(t, p.out_columns, p.per_out_columns), row = divide(t, p.out_rows, p.per_out_rows);
-  if (!NHWC) channel = divide(t, p.channels, p.per_channels);
+  if (t >= p.threads) return;
+  const int lane = t % CHANNELS;
+  t /= CHANNELS;
+  const int column = divide(t, p.out_columns), row = divide(t, p.out_rows);
+  const int channel = divide(t, p.channel_blocks) * CHANNELS + lane;
+  if (channel >= p.channels) return;
   const int image = t, y0 = row * SH - PAD_H, x0 = column * SW - PAD_W;
 
   const AddBias epilogue{p.bias};

@@ -13,8 +13,8 @@ from ...core.backend import Plan
 from .depthwise_problem import Problem
 from .depthwise_tensor_core import conv_plan, conv_sizes, shares, weight_grad_plan
 
-ENOUGH_OUTPUTS = 2**62  # no rule chooses these kernels before they are measured; `flashdwc warmup --tune` may
 LARGEST_SIDE, CHANNELS, GROUP, WARPS = 16, 8, 16, 8
+ENOUGH_IMAGES = 8  # of a group; the others are multiplied as well
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,39 @@ class Images:
     height: int = 0  # filter rows of a block, in a weight gradient
 
 
+# The rules were measured on an H200, over the layers of networks. What these kernels take depends little on the filter, so they win where
+# it is large beside the map.
+
+
 @lru_cache(maxsize=4096)
 def conv_images(problem: Problem, shared_limit: int) -> Images | None:
     """The layout of a forward convolution or an input gradient; None where other kernels are faster."""
-    if problem.outputs < ENOUGH_OUTPUTS:
-        return None
-    return next(iter(conv_layouts(problem, shared_limit)), None)
+    taps, outputs, reach = problem.taps, problem.outputs, _reach(problem)
+    if max(_eighths(problem)) > 1:
+        wins = taps >= 400 or (outputs >= 2_000_000 and (taps >= 121 or (taps >= 49 and reach >= 15)))
+    else:
+        wins = taps >= 49 or (reach >= 9 and outputs >= 1_000_000) or (taps >= 25 and 200_000 <= outputs <= 3_500_000)
+    return _first(conv_layouts, problem, shared_limit) if wins else None
 
 
 @lru_cache(maxsize=4096)
 def weight_grad_images(problem: Problem, shared_limit: int) -> Images | None:
     """The layout of a weight gradient; None where other kernels are faster."""
-    if problem.outputs < ENOUGH_OUTPUTS:
-        return None
-    return next(iter(weight_grad_layouts(problem, shared_limit)), None)
+    taps, reach = problem.taps, _reach(problem)
+    if max(_eighths(problem)) == 1 and problem.outputs >= 2_000_000:
+        wins = taps >= 25 or reach >= 7
+    else:
+        wins = taps >= 49 and reach >= 11
+    return _first(weight_grad_layouts, problem, shared_limit) if wins else None
+
+
+def _reach(problem: Problem) -> int:
+    """Rows or columns of the input, the fewer, from a filter's first to its last."""
+    return min((axis.k - 1) * axis.d + 1 for axis in (problem.vertical, problem.horizontal))
+
+
+def _first(layouts: Callable, problem: Problem, shared_limit: int) -> Images | None:
+    return next(iter(layouts(problem, shared_limit)), None) if problem.images >= ENOUGH_IMAGES else None
 
 
 def conv_layouts(problem: Problem, shared_limit: int) -> list[Images]:

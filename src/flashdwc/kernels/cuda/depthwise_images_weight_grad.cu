@@ -56,7 +56,7 @@ __device__ __forceinline__ void write_taps(const Params& p, float* scratch, cons
   if (kh >= KH) return;
   for (int kw = threadIdx.x % 32; kw < KW; kw += 32) {
     float sum = 0.f;
-    for (int j = 0; j < 8 * OUT_EIGHTHS; ++j) {
+    for (int j = 0; j < OUT_COLUMNS; ++j) {  // behind them dY is 0, but X may be inf
       const int k = j + kw * DW - PAD_W;
       if (k >= 0 && k < COLUMNS) sum += scratch[(j / 8 * 16 + k) * 8 + j % 8];
     }

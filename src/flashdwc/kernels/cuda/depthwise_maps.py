@@ -16,7 +16,11 @@ from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
 from .depthwise_tiles import round_up
 
 # What follows was measured on an H200, over the layers of networks.
-ENOUGH_OUTPUTS = 2_000_000  # below, what a block does at its start and end outweighs
+ENOUGH_OUTPUTS, ENOUGH_WEIGHT_GRAD_OUTPUTS = (
+    60_000,
+    1_100_000,
+)  # below, what a block does at its start and end outweighs
+SOME_OUTPUTS, MANY_OUTPUTS = 500_000, 2_000_000  # up to these threads take one or two rows of them, and one strip
 FEW_TAPS, MAX_TAPS, MAX_NARROW_TAPS = 9, 25, 49  # the last of maps of at most two strips across
 SHARED_BYTES = 64 * 1024  # so that three blocks share a multiprocessor
 THREADS = 128
@@ -42,7 +46,8 @@ class _Stage:
 
     left: int
     pitch: int
-    map_rows: int
+    gap: int  # rows of zeros between maps
+    map_pitch: int
     elements: int  # of all maps
 
 
@@ -62,13 +67,21 @@ def _stage(problem: Problem, maps: Maps) -> _Stage:
     pitch = max(round_up(problem.horizontal.size, 8) * problem.horizontal.u, round_up(h.out, 8) * h.s) + 8
     last = (round_up(v.out, maps.rows) - 1) * v.s + (v.k - 1) * v.d - v.p  # row of a map that a strip reaches
     gap = max(v.p, last + 1 - v.size, 0)
-    map_rows = v.size + gap
-    return _Stage(left, pitch, map_rows, round_up((gap + maps.maps * map_rows) * pitch + 8, 8))
+    map_pitch = _map_pitch(problem, (v.size + gap) * pitch)
+    return _Stage(left, pitch, gap, map_pitch, round_up(gap * pitch + maps.maps * map_pitch + 8, 8))
 
 
 def _out_stage(problem: Problem, maps: Maps) -> _Stage:
     pitch, rows = round_up(problem.horizontal.out, 8), round_up(problem.vertical.out, maps.rows)
-    return _Stage(0, pitch, rows, maps.maps * rows * pitch)
+    map_pitch = _map_pitch(problem, rows * pitch)
+    return _Stage(0, pitch, 0, map_pitch, maps.maps * map_pitch)
+
+
+def _map_pitch(problem: Problem, elements: int) -> int:
+    """From one map to the next, so that what neighbouring threads read lies in different banks."""
+    if problem.horizontal.s > 1:  # neighbouring threads have neighbouring maps
+        return elements + (8 - elements) % 64
+    return elements + 8 if elements % 64 == 0 else elements
 
 
 def _run_vector(layout: Layout, problem: Problem, maps: int, map_elements: int) -> int:
@@ -100,7 +113,7 @@ def weight_grad_macros(problem: Problem, maps: Maps) -> tuple[dict[str, int], in
     out_stage, outputs = _out_stage(problem, maps), problem.vertical.out * problem.horizontal.out
     macros = {
         **_common_macros(problem, maps), "OUT_VEC": problem.outer.vector, "OUT_RUN_VEC": _run_vectors(problem, maps.maps)[1],
-        "OUT_OCTETS": -(-problem.horizontal.out // 8), "OUT_PITCH": out_stage.pitch,
+        "OUT_PITCH": out_stage.pitch, "OUT_MAP_PITCH": out_stage.map_pitch, "OUT_STAGE": out_stage.elements,
     }  # fmt: skip
     staged = (
         _stage(problem, maps).elements + out_stage.elements + _run(problem, maps) + round_up(maps.maps * outputs, 8)
@@ -114,10 +127,13 @@ def _run(problem: Problem, maps: Maps) -> int:
 
 def _common_macros(problem: Problem, maps: Maps) -> dict[str, int]:
     v, h, stage = problem.vertical, problem.horizontal, _stage(problem, maps)
+    across, strips = strips_of_plane(problem, maps.rows)
     return {
         "KH": v.k, "KW": h.k, "SH": v.s, "SW": h.s, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, **narrow_macros(_filled(problem)),
-        "IN_VEC": problem.inner.vector, "RUN_VEC": _run_vectors(problem, maps.maps)[0], "OCTETS": -(-h.size // 8),
-        "LEFT": stage.left, "PITCH": stage.pitch, "ROWS": maps.rows, "LANES": maps.lanes, "MAPS": maps.maps, "THREADS": maps.threads,
+        "IN_VEC": problem.inner.vector, "RUN_VEC": _run_vectors(problem, maps.maps)[0], "MAP_ROWS": v.size, "MAP_COLUMNS": h.size,
+        "OUT_ROWS": v.out, "OUT_COLUMNS": h.out, "STRIPS_ACROSS": across, "STRIPS": strips, "GAP": stage.gap, "MAP_PITCH": stage.map_pitch,
+        "STAGE": stage.elements, "RUN": _run(problem, maps),
+        "LEFT": stage.left, "PITCH": stage.pitch, "ROWS": maps.rows, "LANES": maps.lanes, "MAPS": maps.maps, "THREADS": maps.threads, "TURNED": h.s > 1,
     }  # fmt: skip
 
 
@@ -125,28 +141,51 @@ def _common_macros(problem: Problem, maps: Maps) -> dict[str, int]:
 def conv_maps(problem: Problem, shared_limit: int) -> Maps | None:
     """The layout of a forward convolution or an input gradient; None where other kernels are faster."""
     v, h = problem.vertical, problem.horizontal
-    wide_rows = h.out > 16 and not problem.strided and problem.taps > FEW_TAPS  # tensor cores
-    if not _suits(problem) or wide_rows or (h.out > 32 and h.s > 1 and problem.taps <= FEW_TAPS):
-        return None
-    if problem.taps > MAX_TAPS:
-        rows: tuple[int, ...] = (4,)
-    elif max(v.s, h.s) > 1:
-        rows = (2, 1) if h.out <= 8 else (4, 2, 1)
+    if max(v.s, h.s) > 1:
+        wins = h.out <= 32
     else:
-        rows = (4, 2, 1) if 16 < h.out <= 32 or (h.out <= 8 and problem.taps <= FEW_TAPS) else (7, 4, 2, 1)
-    return _lay_out(problem, rows, None if max(v.s, h.s) > 1 else 8, conv_macros, shared_limit)
+        small = h.out <= 32 and problem.outputs < MANY_OUTPUTS
+        wins = problem.strided or _beside_tensor_cores(problem, small or ((h.k - 1) * h.d < 7 and 32 < h.out <= 56))
+    if not (wins and _suits(problem, ENOUGH_OUTPUTS)):
+        return None
+    many = 8 if problem.outputs >= MANY_OUTPUTS and not problem.strided else None
+    return _lay_out(problem, _conv_rows(problem), many, conv_macros, shared_limit)
+
+
+def _conv_rows(problem: Problem) -> tuple[int, ...]:
+    """Choices of rows."""
+    v, h, taps = problem.vertical, problem.horizontal, problem.taps
+    if max(v.s, h.s) > 1:
+        return (2,) if taps > FEW_TAPS and h.out > 8 else (1,)
+    if problem.outputs < MANY_OUTPUTS and not problem.strided:
+        return (1,) if problem.outputs < SOME_OUTPUTS or h.out > 16 else (2,)
+    if taps > MAX_TAPS:
+        return (4,)
+    wide = 16 < h.out <= (32 if problem.strided else 56)
+    return (4, 2, 1) if wide or (h.out <= 8 and taps <= FEW_TAPS) else (7, 4, 2, 1)
 
 
 @lru_cache(maxsize=4096)
 def weight_grad_maps(problem: Problem, shared_limit: int) -> Maps | None:
     """The layout of a weight gradient; None where other kernels are faster."""
-    h = problem.horizontal
-    widest = 28 if min(problem.inner.vector, problem.outer.vector) == 1 and not problem.strided else 16
-    tiles_win = problem.taps > FEW_TAPS and h.out > 8 and not problem.strided and problem.outputs < 2 * ENOUGH_OUTPUTS
-    if not _suits(problem) or h.out > widest or tiles_win:
-        return None
-    rows = (2,) if problem.taps > FEW_TAPS else (2, 1) if problem.strided else (4, 2, 1)
-    return _lay_out(problem, rows, 14, weight_grad_macros, shared_limit)
+    v, h, taps = problem.vertical, problem.horizontal, problem.taps
+    if problem.strided:
+        wins = h.out <= (32 if taps > FEW_TAPS else 16)
+        rows: tuple[int, ...] = (2,) if h.out > 8 else (1,)
+    else:
+        wins = _beside_tensor_cores(problem, False)
+        rows = (1,) if h.out <= 8 and taps > FEW_TAPS and max(v.d, h.d) > 1 else (2,)
+    many = 14 if problem.outputs >= MANY_OUTPUTS else None
+    suits = wins and _suits(problem, ENOUGH_WEIGHT_GRAD_OUTPUTS)
+    return _lay_out(problem, rows, many, weight_grad_macros, shared_limit) if suits else None
+
+
+def _beside_tensor_cores(problem: Problem, large_maps: bool) -> bool:
+    """At stride 1, are these kernels faster than tensor cores, which take rows in pieces of 4 columns, and many taps in pieces of 2?"""
+    vector, out = min(problem.inner.vector, problem.outer.vector), problem.horizontal.out
+    if problem.taps > FEW_TAPS:
+        return out <= (16 if vector < (4 if problem.taps <= MAX_TAPS else 2) else 8)
+    return out <= 8 or vector < 4 or large_maps
 
 
 def conv_layouts(problem: Problem, shared_limit: int) -> list[Maps]:
@@ -165,8 +204,8 @@ def _layouts(problem: Problem, choices: Sequence[int], macros_of: Callable, shar
     return list(dict.fromkeys(maps for maps in found if maps is not None))
 
 
-def _suits(problem: Problem) -> bool:
-    return problem.outputs >= ENOUGH_OUTPUTS and problem.vertical.out > 1 and _covers(problem)
+def _suits(problem: Problem, enough: int) -> bool:
+    return problem.outputs >= enough and problem.vertical.out > 1 and _covers(problem)
 
 
 def _covers(problem: Problem) -> bool:
@@ -183,7 +222,7 @@ def _lay_out(
     strips = strips_of_plane(problem, rows)[1]
     least = -(-strips // (2 * THREADS))  # strips of a thread
     turns = [2, least] if least == 1 and many is not None and problem.taps > FEW_TAPS and strips >= many else [least]
-    layouts = (_share(problem, rows, -(-strips // n), macros_of, shared_limit) for n in turns)
+    layouts = (_share(problem, Maps(0, rows, -(-strips // n)), macros_of, shared_limit) for n in turns)
     return next((maps for maps in layouts if maps is not None), None)
 
 
@@ -194,10 +233,11 @@ def _instructions(problem: Problem, rows: int) -> int:
     return strips * (8 * rows * problem.taps + filled.vertical.span(filled.vertical.k, rows) * window + 16 * rows + 20)
 
 
-def _share(problem: Problem, rows: int, lanes: int, macros_of: Callable, shared_limit: int) -> Maps | None:
-    maps = min(problem.channels, max(1, THREADS // lanes))
+def _share(problem: Problem, choice: Maps, macros_of: Callable, shared_limit: int) -> Maps | None:
+    """With as many maps as a block holds; None where memory does not suffice or forbids."""
+    maps = min(problem.channels, max(1, THREADS // choice.lanes))
     maps = next((m for m in (maps // 8 * 8, maps // 2 * 2) if m), maps)  # whole runs of 16 bytes, mostly
-    choice = Maps(maps, rows, lanes)
+    choice = replace(choice, maps=maps)
     shared = macros_of(problem, choice)[1]
     if shared > min(SHARED_BYTES, shared_limit) or min(_run_vectors(problem, maps)) == 1:
         return None
@@ -215,14 +255,7 @@ def _grid(problem: Problem, maps: Maps, device: torch.device) -> tuple[int, int,
     slots = maps.resident * torch.cuda.get_device_properties(device).multi_processor_count
     wanted = max(1, min(problem.images, slots // channel_blocks))
     splits = -(-problem.images // -(-problem.images // wanted))
-    sizes = [
-        problem.images,
-        problem.channels,
-        *conv_sizes(problem),
-        *strips_of_plane(problem, maps.rows),
-        channel_blocks,
-    ]
-    return channel_blocks * splits, splits, sizes
+    return channel_blocks * splits, splits, [problem.images, problem.channels, *conv_sizes(problem), channel_blocks]
 
 
 def plan_conv(
@@ -237,8 +270,7 @@ def plan_conv(
     macros, shared = conv_macros(problem, maps)
     blocks, splits, sizes = _grid(problem, maps, source.device)
     shape = {"blocks": blocks, "threads": maps.threads, "shared_bytes": shared}
-    stage = _stage(problem, maps)
-    numbers = [*sizes, splits, stage.map_rows, stage.elements, _run(problem, maps)]
+    numbers = [*sizes, splits]
     return conv_plan("depthwise_maps", problem, macros, numbers, source, result_size, memory_format, rotate, **shape)
 
 
@@ -246,7 +278,5 @@ def plan_weight_grad(problem: Problem, maps: Maps, dy: Tensor, x: Tensor, weight
     macros, shared = weight_grad_macros(problem, maps)
     blocks, splits, sizes = _grid(problem, maps, x.device)
     shape = {"blocks": blocks, "threads": maps.threads, "shared_bytes": shared}
-    stage, out_stage = _stage(problem, maps), _out_stage(problem, maps)
-    numbers = [*sizes, stage.map_rows, stage.elements, _run(problem, maps), out_stage.map_rows, out_stage.elements]
     kernel = "depthwise_maps_weight_grad"
-    return weight_grad_plan(kernel, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)
+    return weight_grad_plan(kernel, macros, sizes, splits, dy, x, weight_size, weight_stride, **shape)

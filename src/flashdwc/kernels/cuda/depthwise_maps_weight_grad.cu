@@ -14,23 +14,23 @@ struct Params {
   Tensor4 x, dy;
   float* partials;  // [split][channel][KH * KW]
   u16* out;
-  int images, channels, rows, columns, out_rows, out_columns, strips_across, strips, channel_blocks, map_rows, stage, run, out_map_rows, out_stage, splits;
+  int images, channels, rows, columns, out_rows, out_columns, channel_blocks, splits;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) depthwise_maps_weight_grad(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u16 shared[];
-  const int channel0 = blockIdx.x % p.channel_blocks * MAPS, maps = min(MAPS, p.channels - channel0), gap = p.map_rows - p.rows;
-  const int mine = threadIdx.x / LANES, lane = threadIdx.x % LANES, split = blockIdx.x / p.channel_blocks;
-  const int strips = mine < maps ? p.strips : 0;
-  u16 *map0 = shared + gap * PITCH + LEFT, *gradients = shared + p.stage, *run = gradients + p.out_stage, *out_run = run + p.run;
+  const int channel0 = blockIdx.x % p.channel_blocks * MAPS, maps = min(MAPS, p.channels - channel0);
+  const int mine = map_of_thread(), lane = lane_of_thread(), split = blockIdx.x / p.channel_blocks;
+  const int strips = mine < maps && lane < LANES ? STRIPS : 0;
+  u16 *map0 = shared + GAP * PITCH + LEFT, *gradients = shared + STAGE, *run = gradients + OUT_STAGE, *out_run = run + RUN;
   auto fetch = [&](int image) {
-    copy_run<RUN_VEC>(run, p.x.data + image * p.x.image + channel0 * p.x.channel, maps * p.rows * p.columns);
-    copy_run<OUT_RUN_VEC>(out_run, p.dy.data + image * p.dy.image + channel0 * p.dy.channel, maps * p.out_rows * p.out_columns);
+    copy_run<RUN_VEC>(run, p.x.data + image * p.x.image + channel0 * p.x.channel, maps * MAP_ROWS * MAP_COLUMNS);
+    copy_run<OUT_RUN_VEC>(out_run, p.dy.data + image * p.dy.image + channel0 * p.dy.channel, maps * OUT_ROWS * OUT_COLUMNS);
     copy_async_commit();
   };
   fetch(split);
-  clear_shared(shared, p.stage + p.out_stage);
-  const u16 *map = map0 + (mine * p.map_rows - PAD_H) * PITCH, *gradient = gradients + mine * p.out_map_rows * OUT_PITCH;
+  clear_shared(shared, STAGE + OUT_STAGE);
+  const u16 *map = map0 + mine * MAP_PITCH - PAD_H * PITCH, *gradient = gradients + mine * OUT_MAP_PITCH;
 
   float acc[KH][KW];
 #pragma unroll
@@ -38,12 +38,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_maps_weight_grad
   for (int image = split; image < p.images; image += p.splits) {
     copy_async_wait<0>();
     __syncthreads();
-    spread<IN_VEC, OCTETS, PITCH>(map0, run, maps, p.rows, p.columns, p.map_rows);
-    spread<OUT_VEC, OUT_OCTETS, OUT_PITCH>(gradients, out_run, maps, p.out_rows, p.out_columns, p.out_map_rows);
+    spread<IN_VEC, MAP_ROWS, MAP_COLUMNS, PITCH, MAP_PITCH>(map0, run, maps);
+    spread<OUT_VEC, OUT_ROWS, OUT_COLUMNS, OUT_PITCH, OUT_MAP_PITCH>(gradients, out_run, maps);
     __syncthreads();
     if (image + p.splits < p.images) fetch(image + p.splits);
-    for (int strip = lane; strip < strips; strip += LANES) {
-      const int column = strip_column(strip, p.strips_across), row0 = strip_row(strip, p.strips_across);
+#pragma unroll 1
+    for (int i = 0; i < (STRIPS + LANES - 1) / LANES; ++i) {
+      const int strip = i * LANES + lane;
+      if (strip >= strips) break;
+      const int column = strip_column(strip, STRIPS_ACROSS), row0 = strip_row(strip, STRIPS_ACROSS);
       const u16* source = map + row0 * SH * PITCH + column * SW;
       float g[ROWS][8];
 #pragma unroll
@@ -59,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_maps_weight_grad
   __syncthreads();
   for (int i = threadIdx.x; i < maps * TAPS; i += THREADS) {
     float sum = 0.f;
-    for (int t = 0; t < LANES; ++t) sum += sums[(i / TAPS * LANES + t) * SUM_PITCH + i % TAPS];
+    for (int t = 0; t < LANES; ++t) sum += sums[thread_of(i / TAPS, t) * SUM_PITCH + i % TAPS];
     write_tap(p, split, channel0 + i / TAPS, i % TAPS, sum);
   }
 }

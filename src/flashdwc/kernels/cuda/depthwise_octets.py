@@ -45,7 +45,7 @@ def conv_octets(problem: Problem, shared_limit: int) -> Octets | None:
     if taps <= FEW_TAPS:
         suits = not problem.strided and problem.outputs >= 8_000_000 and h.out > 7
     elif taps <= SOME_TAPS:
-        suits = problem.outputs >= 200_000
+        suits = problem.outputs >= 450_000
     else:
         suits = problem.outputs >= 4_000_000 and _busy(problem) > 0.8
     return next(iter(conv_layouts(problem, shared_limit)), None) if suits and _busy(problem) > BUSY else None

@@ -80,6 +80,16 @@ def conv_sizes(problem: Problem) -> tuple[int, int, int, int]:
     return vertical.size, horizontal.size, vertical.out, horizontal.out
 
 
+def divisors(*numbers: int) -> list[int]:
+    """Them as ``struct Divisor`` each, in signed 32-bit numbers."""
+
+    def signed(n: int) -> int:
+        return n - 2**32 if n >= 2**31 else n
+
+    halves = ((n, *reversed(divmod(-(-(2**64) // n), 2**32))) for n in numbers)
+    return [signed(half % 2**32) for three in halves for half in three]
+
+
 def conv_plan(
     kernel: str,
     problem: Problem,

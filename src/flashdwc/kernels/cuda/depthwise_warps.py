@@ -55,7 +55,7 @@ def conv_warps(problem: Problem, shared_limit: int) -> Warps | None:
 def weight_grad_warps(problem: Problem, shared_limit: int) -> Warps | None:
     """The layout of a weight gradient; None where other kernels are faster."""
     enough = problem.outputs >= ENOUGH_WEIGHT_GRAD_OUTPUTS and problem.horizontal.out <= WIDE
-    suits = _suits(problem, enough) and not _narrow_pieces(problem)
+    suits = _suits(problem, enough) and (problem.taps > SOME_TAPS or not _narrow_pieces(problem))
     return next(iter(weight_grad_layouts(problem, shared_limit)), None) if suits else None
 
 

@@ -6,18 +6,22 @@
 #pragma once
 #include "planar.cuh"
 
+// Which lane of which map a thread is: maps are neighbours, or lanes of a map. A lane of LANES or more is none.
+__device__ __forceinline__ int map_of_thread() { return TURNED ? threadIdx.x % MAPS : threadIdx.x / LANES; }
+__device__ __forceinline__ int lane_of_thread() { return TURNED ? threadIdx.x / MAPS : threadIdx.x % LANES; }
+__device__ __forceinline__ int thread_of(int map, int lane) { return TURNED ? lane * MAPS + map : map * LANES + lane; }
+
 // Starts copies of a run of memory; vec elements are the widest access that its alignment allows.
 template <int vec> __device__ __forceinline__ void copy_run(u16* to, const u16* from, int elements) {
   for (int i = threadIdx.x * vec; i < elements; i += THREADS * vec) copy_async<2 * vec>(shared_address(to + i), from + i);
 }
 
-// Spreads maps out, an octet of columns at a time: from a run to rows of `pitch` elements, map_rows of them from map to map. Between
+// Spreads maps out, an octet of columns at a time: from a run to rows of `pitch` elements, map_pitch from map to map. Between
 // rows and columns there is place for up_h - 1 and up_w - 1 of zeros.
-template <int vec, int octets, int pitch, int up_h = 1, int up_w = 1>
-__device__ __forceinline__ void spread(u16* to, const u16* from, int maps, int rows, int columns, int map_rows) {
-  constexpr int AT_ONCE = THREADS / octets;
+template <int vec, int rows, int columns, int pitch, int map_pitch, int up_h = 1, int up_w = 1>
+__device__ __forceinline__ void spread(u16* to, const u16* from, int maps) {
+  constexpr int octets = (columns + 7) / 8, AT_ONCE = THREADS / octets, maps_ahead = AT_ONCE / rows, rows_ahead = AT_ONCE % rows;
   const int line = threadIdx.x / octets, column = threadIdx.x % octets * 8;
-  const int maps_ahead = AT_ONCE / rows, rows_ahead = AT_ONCE % rows;
   if (line >= AT_ONCE) return;
   for (int map = line / rows, row = line % rows; map < maps;) {
     const u16* source = from + (map * rows + row) * columns + column;
@@ -26,7 +30,7 @@ __device__ __forceinline__ void spread(u16* to, const u16* from, int maps, int r
 #pragma unroll
     for (int e = 0; e < 8; e += vec)
       if (column + e < columns) insert<vec>(v, e, *reinterpret_cast<const typename Access<vec>::type*>(source + e));
-    uint4* place = reinterpret_cast<uint4*>(to + (map * map_rows + row * up_h) * pitch + column * up_w);
+    uint4* place = reinterpret_cast<uint4*>(to + map * map_pitch + row * up_h * pitch + column * up_w);
     static_assert(up_w <= 2);
     if constexpr (up_w == 1) {
       *place = v.quad;

@@ -2,18 +2,26 @@
 #pragma once
 #include "tile.cuh"
 
+template <int width> using Pixel = typename Access<width>::type;
+
 // Zero where not inside.
-template <int width> __device__ __forceinline__ void read_pixel(float (&v)[width], const u16* p, bool inside) {
-  using T = typename Access<width>::type;
+template <int width> __device__ __forceinline__ Pixel<width> load_pixel(const u16* p, bool inside) {
+  return inside ? __ldg(reinterpret_cast<const Pixel<width>*>(p)) : Pixel<width>{};
+}
+// Keeps the compiler from taking a pixel apart where it is read: it would wait for it there.
+__device__ __forceinline__ u16 kept(u16 v) { return v; }
+__device__ __forceinline__ u32 kept(u32 v) { return anew(v); }
+__device__ __forceinline__ uint2 kept(uint2 v) { return make_uint2(anew(v.x), anew(v.y)); }
+
+template <int width> __device__ __forceinline__ void as_floats(float (&v)[width], Pixel<width> pixel) {
   union {
-    T access;
+    Pixel<width> whole;
     u16 element[width];
   } raw;
-  raw.access = inside ? __ldg(reinterpret_cast<const T*>(p)) : T{};
+  raw.whole = pixel;
 #pragma unroll
   for (int e = 0; e < width; ++e) v[e] = to_float(raw.element[e]);
 }
-
 // Watches what it writes for inf and NaN.
 template <int width> __device__ __forceinline__ void write_pixel(u16* p, const float (&v)[width], u32& watched) {
   u32 words[width > 2 ? 2 : 1];
