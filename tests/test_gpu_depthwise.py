@@ -194,7 +194,8 @@ def test_kernels_that_walk(shape, dtype, prefer):
 
 @pytest.mark.usefixtures("many_writes")
 @pytest.mark.parametrize("width", [7, 18])
-def test_planes_that_exchange_outputs(width):
+def test_planes_that_exchange_outputs(width, prefer):
+    prefer("planar")
     x, w = cuda(3, 33, 9, width + 2)[..., :width], cuda(33, 1, 3, 3)
     assert "of a plane" in flashdwc.explain(depthwise_conv2d, x, w, padding=1, impl="cuda").detail
     check_convolution(x, w, padding=1, impl="cuda")

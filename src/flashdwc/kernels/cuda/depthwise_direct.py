@@ -206,7 +206,7 @@ def plan_weight_grad(problem: Problem, strip: Strip, dy: Tensor, x: Tensor, weig
     columns = _weight_grad_columns(problem, strip)
     groups_of_strips = -(-strips // strip.strips)
     splits = 1 if strips <= FEW_STRIPS else choose_splits(x.device, columns, groups_of_strips, resident=1)
-    numbers = strips, problem.channels, *conv_sizes(problem), *divisors(across, down, channel_blocks)
+    numbers = strips, problem.channels, *conv_sizes(problem), across, down, channel_blocks
     macros = weight_grad_macros(problem, strip)
     shape = {"blocks": columns * splits, "threads": strip.threads}
     kernel = "depthwise_direct_weight_grad"

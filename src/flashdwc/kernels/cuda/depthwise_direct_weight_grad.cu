@@ -1,12 +1,11 @@
 // Depthwise convolution of few taps, weight gradient, 16 bit NHWC, on CUDA cores.
 //
 // A thread owns VEC channels and the sums of HEIGHT filter rows, in fp32; it walks over strips of ROWS x COLUMNS output pixels, reads each output
-// gradient and each input pixel of the strip's window once (AHEAD: the window before the gradients) and adds their products. At the end the STRIPS threads of a channel are added,
-// first inside a warp, then over the warps in shared memory, always in the same order, and the block writes one of `splits` partial
-// results (or the result, where there is one split).
+// gradient and each input pixel of the strip's window once (AHEAD: the whole window before it computes) and adds their products. At the end
+// the STRIPS threads of a channel are added, first inside a warp, then over the warps in shared memory, always in the same order, and the
+// block writes one of `splits` partial results (or the result, where there is one split).
 //
 //   block:  HEIGHT filter rows, LANES channel groups (neighbours in memory; a power of two) x STRIPS strips (neighbours along the row)
-#include "divide.cuh"
 #include "epilogue.cuh"
 #include "pixel.cuh"
 
@@ -20,16 +19,14 @@ struct Params {
   Tensor4 x, dy;
   float* partials;  // [split][channel][KH * KW]
   u16* out;
-  int strips, channels, rows, columns, out_rows, out_columns;
-  Divisor strips_across, strips_down, channel_blocks;
-  int splits;
+  int strips, channels, rows, columns, out_rows, out_columns, strips_across, strips_down, channel_blocks, splits;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct_weight_grad(const __grid_constant__ Params p) {
   __shared__ float sums[WARPS][TAPS][LANES * VEC];
   const int lane = threadIdx.x % LANES, place = threadIdx.x / LANES;
-  unsigned b = blockIdx.x;
-  const int channel0 = divide(b, p.channel_blocks) * LANES * VEC, channel = channel0 + lane * VEC;
+  const int channel0 = blockIdx.x % p.channel_blocks * LANES * VEC, channel = channel0 + lane * VEC;
+  const unsigned b = blockIdx.x / p.channel_blocks;
   const int first = b % (KH / HEIGHT) * HEIGHT, split = b / (KH / HEIGHT);
 
   float acc[TAPS][VEC];
@@ -40,19 +37,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct_weight_gr
 
   const unsigned strips = channel < p.channels ? p.strips : 0;
   for (unsigned strip = split * STRIPS + place; strip < strips; strip += p.splits * STRIPS) {
-    unsigned image = strip;
-    const int column0 = divide(image, p.strips_across) * COLUMNS, row0 = divide(image, p.strips_down) * ROWS;
+    const unsigned line = strip / p.strips_across;
+    const int column0 = strip % p.strips_across * COLUMNS, row0 = line % p.strips_down * ROWS, image = line / p.strips_down;
     const int y0 = row0 * SH - PAD_H + first * DH, x0 = column0 * SW - PAD_W;
     const u16* source = p.x.data + i64(image) * p.x.image + y0 * p.x.row + x0 * p.x.column + channel;
     const u16* gradient = p.dy.data + image * p.dy.image + row0 * p.dy.row + column0 * p.dy.column + channel;
 
-    auto read_pixel = [&](int y, int x) {
-      const bool inside = unsigned(y0 + y) < unsigned(p.rows) && unsigned(x0 + x) < unsigned(p.columns);
-      return load_pixel<VEC>(source + y * p.x.row + x * p.x.column, inside);
+    auto read_row = [&](Pixel<VEC>(&row)[SPAN_W], int y) {
+      const bool inside = unsigned(y0 + y) < unsigned(p.rows);
+#pragma unroll
+      for (int x = 0; x < SPAN_W; ++x) row[x] = load_pixel<VEC>(source + y * p.x.row + x * p.x.column, inside && unsigned(x0 + x) < unsigned(p.columns));
     };
     Pixel<VEC> ahead[SPAN_H][SPAN_W];
 #pragma unroll
-    for (int i = 0; AHEAD && i < SPAN_H * SPAN_W; ++i) ahead[i / SPAN_W][i % SPAN_W] = read_pixel(i / SPAN_W, i % SPAN_W);
+    for (int y = 0; AHEAD && y < SPAN_H; ++y) read_row(ahead[y], y);
     float g[ROWS][COLUMNS][VEC];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
@@ -61,9 +59,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct_weight_gr
         as_floats<VEC>(g[r][c], load_pixel<VEC>(gradient + r * p.dy.row + c * p.dy.column, row0 + r < p.out_rows && column0 + c < p.out_columns));
 #pragma unroll
     for (int y = 0; y < SPAN_H; ++y) {
+      Pixel<VEC> row[SPAN_W];
+      if (!AHEAD) read_row(row, y);
       float in[SPAN_W][VEC];
 #pragma unroll
-      for (int x = 0; x < SPAN_W; ++x) as_floats<VEC>(in[x], AHEAD ? kept(ahead[y][x]) : read_pixel(y, x));
+      for (int x = 0; x < SPAN_W; ++x) as_floats<VEC>(in[x], AHEAD ? kept(ahead[y][x]) : row[x]);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const int kh = y - r * SH;
