@@ -43,27 +43,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) depthwise_direct_weight_gr
     const u16* source = p.x.data + i64(image) * p.x.image + y0 * p.x.row + x0 * p.x.column + channel;
     const u16* gradient = p.dy.data + image * p.dy.image + row0 * p.dy.row + column0 * p.dy.column + channel;
 
-    auto read_row = [&](Pixel<VEC>(&row)[SPAN_W], int y) {
-      const bool inside = unsigned(y0 + y) < unsigned(p.rows);
-#pragma unroll
-      for (int x = 0; x < SPAN_W; ++x) row[x] = load_pixel<VEC>(source + y * p.x.row + x * p.x.column, inside && unsigned(x0 + x) < unsigned(p.columns));
-    };
     Pixel<VEC> ahead[SPAN_H][SPAN_W];
+    auto inside = [&](int y, int x) { return unsigned(y0 + y) < unsigned(p.rows) && unsigned(x0 + x) < unsigned(p.columns); };
 #pragma unroll
-    for (int y = 0; AHEAD && y < SPAN_H; ++y) read_row(ahead[y], y);
+    for (int i = 0; AHEAD && i < SPAN_H * SPAN_W; ++i) {
+      const int y = i / SPAN_W, x = i % SPAN_W;
+      ahead[y][x] = load_pixel<VEC>(source + y * p.x.row + x * p.x.column, inside(y, x));
+    }
     float g[ROWS][COLUMNS][VEC];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c)
-        as_floats<VEC>(g[r][c], load_pixel<VEC>(gradient + r * p.dy.row + c * p.dy.column, row0 + r < p.out_rows && column0 + c < p.out_columns));
+        read_pixel<VEC>(g[r][c], gradient + r * p.dy.row + c * p.dy.column, row0 + r < p.out_rows && column0 + c < p.out_columns);
 #pragma unroll
     for (int y = 0; y < SPAN_H; ++y) {
-      Pixel<VEC> row[SPAN_W];
-      if (!AHEAD) read_row(row, y);
       float in[SPAN_W][VEC];
 #pragma unroll
-      for (int x = 0; x < SPAN_W; ++x) as_floats<VEC>(in[x], AHEAD ? kept(ahead[y][x]) : row[x]);
+      for (int x = 0; x < SPAN_W; ++x) {
+        if constexpr (AHEAD) as_floats<VEC>(in[x], kept(ahead[y][x]));
+        else read_pixel<VEC>(in[x], source + y * p.x.row + x * p.x.column, inside(y, x));
+      }
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const int kh = y - r * SH;

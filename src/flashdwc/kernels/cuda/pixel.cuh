@@ -22,6 +22,10 @@ template <int width> __device__ __forceinline__ void as_floats(float (&v)[width]
 #pragma unroll
   for (int e = 0; e < width; ++e) v[e] = to_float(raw.element[e]);
 }
+template <int width> __device__ __forceinline__ void read_pixel(float (&v)[width], const u16* p, bool inside) {
+  as_floats(v, load_pixel<width>(p, inside));
+}
+
 // Watches what it writes for inf and NaN.
 template <int width> __device__ __forceinline__ void write_pixel(u16* p, const float (&v)[width], u32& watched) {
   u32 words[width > 2 ? 2 : 1];
