@@ -10,7 +10,7 @@ from support import channels_last, preferring
 from torch import Tensor
 
 from flashdwc import depthwise_conv2d
-from flashdwc.kernels.cuda import depthwise_planar
+from flashdwc.kernels.cuda import depthwise_images, depthwise_planar
 
 # Input size, kernel, stride, padding (also left, right, top, bottom), dilation, multiplier, layout.
 CASES = {
@@ -44,6 +44,7 @@ CASES = {
     ],
     "images": [
         ((19, 16, 7, 7), (7, 7), 1, 3, 1, 1, channels_last),
+        ((97, 16, 7, 7), (7, 7), 1, 3, 1, 1, channels_last),
         ((17, 16, 14, 13), (27, 27), 1, 13, 1, 1, channels_last),
     ],
     "few": [
@@ -66,7 +67,7 @@ CASES = {
 
 def main() -> None:
     torch.manual_seed(0)
-    depthwise_planar.ENOUGH_WRITES = 0
+    depthwise_planar.ENOUGH_WRITES, depthwise_images.MULTIPROCESSORS = 0, 2  # for exchanged outputs and sets of warps
     for family, cases in CASES.items():
         with preferring(family):
             for case in cases:

@@ -153,6 +153,7 @@ IN_STEPS = {
     "transposed 31x31": ("channels_last", (2, 24, 50, 56), (31, 31), 1, (15, 15, 15, 15), 1),
     "transposed 31x31 in narrow strips": ("channels_last", (1, 24, 50, 30), (31, 31), 1, (15, 15, 15, 15), 1),
     "transposed 5x31": ("channels_last", (2, 24, 50, 56), (5, 31), 1, (15, 15, 2, 2), 1),
+    "images 7x7 in sets": ("channels_last", (128, 768, 7, 7), (7, 7), 1, (3, 3, 3, 3), 1),
     "images 7x7": ("channels_last", (33, 24, 7, 7), (7, 7), 1, (3, 3, 3, 3), 1),
     "images 13x13 of 14 columns": ("channels_last", (17, 16, 14, 14), (13, 13), 1, (6, 6, 6, 6), 1),
     "images 27x27": ("channels_last", (40, 16, 14, 14), (27, 27), 1, (13, 13, 13, 13), 1),

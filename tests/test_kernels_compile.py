@@ -90,6 +90,8 @@ CASES: dict[str, tuple] = {
     "3x3 of few outputs, stride 2, multiplier": (2, 20, 28, 28, (3, 3), 2, 1, 1, 2, "nhwc"),
     "27x27, images at once": (128, 512, 14, 14, (27, 27), 1, 13, 1, 1, "nhwc"),
     "7x7, images at once": (128, 768, 7, 7, (7, 7), 1, 3, 1, 1, "nhwc"),
+    "13x13, images at once": (128, 1024, 7, 7, (13, 13), 1, 6, 1, 1, "nhwc"),
+    "7x7, images at once, few channels": (128, 256, 7, 7, (7, 7), 1, 9, 3, 1, "nhwc"),
     "1x11": (8, 40, 28, 28, (1, 11), 1, (0, 5), 1, 1, "nhwc"),
     "1x4 along a line": (8, 512, 1, 2048, (1, 4), 1, (0, 3), 1, 1, "nchw"),
     "63x63": (1, 64, 64, 64, (63, 63), 1, 31, 1, 1, "nhwc"),

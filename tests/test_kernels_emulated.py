@@ -13,7 +13,7 @@ from emulation import emulated_gpu
 from support import channels_last, check_non_finite_values, check_values, geometry
 from torch import Tensor
 
-from flashdwc.kernels.cuda import depthwise_direct
+from flashdwc.kernels.cuda import depthwise_direct, depthwise_images
 from flashdwc.kernels.cuda.depthwise_problem import Axis
 from flashdwc.ops.depthwise_operators import forward, input_grad, weight_grad
 
@@ -63,6 +63,7 @@ CASES = {
     "few outputs, stride 2": ("few", (2, 5, 9, 11), (5, 4), 2, (2, 1, 0, 3), 1, 1, Tensor.contiguous),
     "few outputs, multiplier, dilated": ("few", (2, 3, 9, 11), (3, 3), 1, 2, 2, 2, channels_last),
     "images at once": ("images", (19, 16, 7, 7), (7, 7), 1, 3, 1, 1, channels_last),
+    "images at once, sets of warps": ("images", (97, 16, 3, 7), (3, 7), 1, (3, 3, 1, 1), 1, 1, channels_last),
     "images at once, a filter larger than they": ("images", (3, 8, 14, 13), (27, 27), 1, 13, 1, 1, channels_last),
     "images at once, uneven padding, dilated": ("images", (17, 8, 9, 16), (3, 5), 1, (1, 7, 2, 0), 2, 1, channels_last),
     "transposed": ("transposed", (2, 40, 13, 61), (7, 7), 1, 3, 1, 1, channels_last),
@@ -102,6 +103,8 @@ def test_kernels_compute_the_definition(case, prefer, request, monkeypatch):
         request.getfixturevalue("many_writes")
     if "in turns" in case:
         monkeypatch.setattr(depthwise_direct, "BLOCKS_PER_SM", 0)
+    if "sets" in case:
+        monkeypatch.setattr(depthwise_images, "MULTIPROCESSORS", 2)
     family, (images, channels, *size), kernel, stride, padding, dilation, multiplier, layout = CASES[case]
     prefer(family)
     dtype = torch.bfloat16 if "planes" in case or "odd" in case or "parts" in case or "three" in case else torch.float16

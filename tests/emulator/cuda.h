@@ -64,7 +64,7 @@ inline Index thread, block, grid;
 inline char* shared = nullptr;
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
-inline Barrier whole;
+inline Barrier whole, some[16];
 inline ucontext_t scheduler;
 inline void* scheduler_stack;
 inline size_t scheduler_size;
@@ -121,6 +121,7 @@ inline void run_block(unsigned threads) {
   fibers = std::vector<Fiber>(threads);
   warps = std::vector<Warp>((threads + 31) / 32);
   whole = Barrier{};
+  for (Barrier& b : some) b = Barrier{};
   for (unsigned t = 0; t < threads; ++t) {
     Fiber& f = fibers[t];
     f.stack = std::make_unique<char[]>(STACK);
@@ -157,6 +158,7 @@ inline void run_block(unsigned threads) {
 #define gridDim emulator::grid
 inline void __syncthreads() { emulator::wait(emulator::whole); }
 inline int __syncthreads_or(int value) { return emulator::wait(emulator::whole, value != 0); }
+template <int threads> void sync_threads(int id) { emulator::some[id].members = threads, emulator::wait(emulator::some[id]); }
 inline void __syncwarp() { emulator::wait(emulator::warp().barrier); }
 inline int __any_sync(unsigned, int value) { return emulator::wait(emulator::warp().barrier, value != 0); }
 template <class T> T __shfl_sync(unsigned, T value, int lane) {

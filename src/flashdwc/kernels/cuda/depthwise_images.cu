@@ -12,6 +12,7 @@
 #include "by_taps.cuh"
 #include "images.cuh"
 
+static_assert(SETS == 1);
 using Inputs = Maps<ROWS, COLUMNS>;
 using Outputs = Maps<OUT_ROWS, OUT_COLUMNS>;
 constexpr int EIGHTHS = Inputs::eighths, OUT_EIGHTHS = Outputs::eighths;

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.backend import Plan
-from .depthwise_problem import Problem
+from .depthwise_problem import MULTIPROCESSORS, Problem
 from .depthwise_tensor_core import conv_plan, conv_sizes, shares, weight_grad_plan
 
 LARGEST_SIDE, CHANNELS, GROUP, WARPS = 16, 8, 16, 8
@@ -21,6 +21,11 @@ ENOUGH_IMAGES = 8  # of a group; the others are multiplied as well
 class Images:
     resident: int  # blocks of a multiprocessor
     height: int = 0  # filter rows of a block, in a weight gradient
+    sets: int = 1  # of warps, in a weight gradient, with groups of images of their own
+
+    @property
+    def threads(self) -> int:
+        return 32 * WARPS * self.sets
 
 
 # The rules were measured on an H200, over the layers of networks. What these kernels take depends little on the filter, so they win where
@@ -70,8 +75,11 @@ def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Images]:
     of_a_row = 4 * _eighths(problem)[1]  # registers
     parts = -(-problem.vertical.k * of_a_row // 112)
     height = -(-problem.vertical.k // parts)
-    choices = [Images(resident, height) for resident in (4, 3, 2, 1)]
-    return _fitting(problem, choices, height * of_a_row + 64, weight_grad_macros, shared_limit)
+    columns = problem.channels // CHANNELS * -(-problem.vertical.k // height)  # blocks that have no sum in common
+    one_each = MULTIPROCESSORS // 2 < columns <= MULTIPROCESSORS  # so that no launch has to add parts of sums
+    sets = [n for n in (3, 2) if one_each and problem.images > (2 * n - 1) * GROUP]
+    choices = [Images(1, height, n) for n in sets] + [Images(resident, height) for resident in (4, 3, 2, 1)]
+    return _fitting(problem, choices, height * of_a_row + 57, weight_grad_macros, shared_limit)
 
 
 def _fitting(
@@ -84,7 +92,7 @@ def _fitting(
         return []
 
     def fits(images: Images) -> bool:
-        enough_registers = registers <= min(255, 256 // images.resident)
+        enough_registers = registers <= min(255, 65536 // (images.resident * images.threads))
         return enough_registers and images.resident * (macros_of(problem, images)[1] + 1024) <= shared_limit + 1024
 
     return list(filter(fits, choices))
@@ -105,14 +113,16 @@ def conv_macros(problem: Problem, images: Images) -> tuple[dict[str, int], int]:
 def weight_grad_macros(problem: Problem, images: Images) -> tuple[dict[str, int], int]:
     """Macros of ``depthwise_images_weight_grad.cu`` and the shared memory in bytes."""
     lines, planes, out_lines, out_planes = _bytes(problem)
-    return {**_macros(problem, images), "HEIGHT": images.height}, planes + out_planes + max(lines, out_lines)
+    return {**_macros(problem, images), "HEIGHT": images.height}, images.sets * (
+        planes + out_planes + max(lines, out_lines)
+    )
 
 
 def _macros(problem: Problem, images: Images) -> dict[str, int]:
     v, h = problem.vertical, problem.horizontal
     return {
         "KH": v.k, "KW": h.k, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "ROWS": v.size, "COLUMNS": h.size,
-        "OUT_ROWS": v.out, "OUT_COLUMNS": h.out, "THREADS": 32 * WARPS, "BLOCKS_PER_SM": images.resident,
+        "OUT_ROWS": v.out, "OUT_COLUMNS": h.out, "THREADS": images.threads, "BLOCKS_PER_SM": images.resident,
     }  # fmt: skip
 
 
@@ -126,7 +136,7 @@ def _bytes(problem: Problem) -> tuple[int, int, int, int]:
 
 
 def describe(problem: Problem, images: Images) -> str:
-    return f"tensor cores, {CHANNELS} channels of {GROUP} whole images at once, {WARPS * images.resident} warps a multiprocessor"
+    return f"tensor cores, {CHANNELS} channels of {GROUP} whole images at once, {images.threads // 32 * images.resident} warps a multiprocessor"
 
 
 def plan_conv(
@@ -140,7 +150,7 @@ def plan_conv(
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
     macros, shared = conv_macros(problem, images)
     blocks, _, numbers = _course(problem, images, 1, source.device)
-    shape = {"blocks": blocks, "threads": 32 * WARPS, "shared_bytes": shared}
+    shape = {"blocks": blocks, "threads": images.threads, "shared_bytes": shared}
     name = "depthwise_images"
     return conv_plan(name, problem, macros, numbers, source, result_size, memory_format, rotate, **shape)
 
@@ -149,7 +159,7 @@ def plan_weight_grad(problem: Problem, images: Images, dy: Tensor, x: Tensor, we
     macros, shared = weight_grad_macros(problem, images)
     height_groups = -(-problem.vertical.k // images.height)
     blocks, splits, numbers = _course(problem, images, height_groups, x.device)
-    shape = {"blocks": blocks, "threads": 32 * WARPS, "shared_bytes": shared}
+    shape = {"blocks": blocks, "threads": images.threads, "shared_bytes": shared}
     name = "depthwise_images_weight_grad"
     return weight_grad_plan(name, macros, [*numbers, height_groups], splits, dy, x, weight_size, weight_stride, **shape)
 

@@ -3,14 +3,17 @@
 // For an input row y and an output row r that meet in filter row kh, G[k][j] += sum_m X[y][m][k] dY[r][m][j]: m numbers images, k and j are the
 // columns of whole rows; then dW[kh][kw] is the sum over j of G[j + kw D - PAD_W][j].
 //
-// A block takes 8 channels, a warp each, HEIGHT filter rows, and one group of images (images.cuh) after the other. A warp keeps G of its
-// filter rows in registers, in fp32, to the end.
+// A block takes 8 channels, HEIGHT filter rows, and groups of images (images.cuh), one set of warps every SETS-th group and a warp of it each
+// channel. A warp keeps G of its filter rows in registers, in fp32, to the end, when those of all sets are added.
 #include "epilogue.cuh"
 #include "images.cuh"
 
 using Inputs = Maps<ROWS, COLUMNS>;
 using Outputs = Maps<OUT_ROWS, OUT_COLUMNS>;
 constexpr int EIGHTHS = Inputs::eighths, OUT_EIGHTHS = Outputs::eighths;
+constexpr int LINE_BYTES = Inputs::line_bytes > Outputs::line_bytes ? Inputs::line_bytes : Outputs::line_bytes;
+constexpr int SET_BYTES = Inputs::plane_bytes + Outputs::plane_bytes + LINE_BYTES;
+constexpr int SUMS = HEIGHT * OUT_EIGHTHS * 4;  // of a lane
 
 struct Params {
   Tensor4 x, dy;
@@ -21,21 +24,21 @@ struct Params {
 
 using Sums = float[HEIGHT][OUT_EIGHTHS][4];
 
-// above: rows of x above those of dy that meet the first of the block's filter rows there.
-__device__ __forceinline__ void accumulate(Sums& g, u32 input, u32 output, int above) {
+// Those of the filter rows from first_kh on.
+template <int first_kh> __device__ __forceinline__ void accumulate(Sums& g, u32 input, u32 output) {
   const int lane = threadIdx.x % 32;
   // input: matrices (columns, images) are (low, low), (high, low), (low, high), (high, high); only low columns where there are no more
   const int image = lane % 8 + (EIGHTHS == 2 ? lane / 16 : lane / 8 % 2) * 8, eighth = EIGHTHS == 2 ? lane / 8 % 2 : 0;
   input += Inputs::block(0, eighth, image) * 16, output += lane % GROUP * 16;
-#pragma unroll 1
+#pragma unroll
   for (int r = 0; r < OUT_ROWS; ++r) {
     u32 b[OUT_EIGHTHS][2];
 #pragma unroll
     for (int j = 0; j < OUT_EIGHTHS; ++j) load_matrix2_transposed(b[j], output + Outputs::block(r, j, 0) * 16);
 #pragma unroll
     for (int kh = 0; kh < HEIGHT; ++kh) {
-      const int y = r + above + kh * DH;
-      if (unsigned(y) >= unsigned(ROWS)) continue;  // the same for all lanes
+      const int y = r + (first_kh + kh) * DH - PAD_H;
+      if (first_kh + kh >= KH || y < 0 || y >= ROWS) continue;
       u32 a[4] = {0, 0, 0, 0};
       if constexpr (EIGHTHS == 2) {
         load_matrix4_transposed(a, input + Inputs::block(y, 0, 0) * 16);
@@ -48,6 +51,14 @@ __device__ __forceinline__ void accumulate(Sums& g, u32 input, u32 output, int a
       for (int j = 0; j < OUT_EIGHTHS; ++j) mma16(g[kh][j], a, b[j][0], b[j][1]);
     }
   }
+}
+
+// That for whichever filter rows a block has.
+template <int candidate = 0> __device__ __forceinline__ void accumulate_from(int first_kh, Sums& g, u32 input, u32 output) {
+  if constexpr (candidate + HEIGHT < KH) {
+    if (first_kh != candidate) return accumulate_from<candidate + HEIGHT>(first_kh, g, input, output);
+  }
+  accumulate<candidate>(g, input, output);
 }
 
 // The taps of filter row kh, by way of scratch: [8 columns j][16 columns k][column].
@@ -64,38 +75,60 @@ __device__ __forceinline__ void write_taps(const Params& p, float* scratch, cons
   }
 }
 
+// Those of all sets become the first set's, always in the same order; AT_ONCE of them pass through shared memory at a time.
+__device__ __forceinline__ void add_sets(Sums& g, u16* shared, int set) {
+  constexpr int AT_ONCE = SET_BYTES / (SET * 4);
+  float* mine = &g[0][0][0];
+  auto place = [&](int of_set, int i) -> float& { return (reinterpret_cast<float*>(shared) + of_set * (SET_BYTES / 4) + i * SET)[threadIdx.x % SET]; };
+#pragma unroll
+  for (int first = 0; first < SUMS; first += AT_ONCE) {
+    __syncthreads();
+#pragma unroll
+    for (int i = first; set > 0 && i < SUMS && i < first + AT_ONCE; ++i) place(set, i - first) = mine[i];
+    __syncthreads();
+#pragma unroll
+    for (int i = first; set == 0 && i < SUMS && i < first + AT_ONCE; ++i)
+#pragma unroll
+      for (int other = 1; other < SETS; ++other) mine[i] += place(other, i - first);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_images_weight_grad(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u16 shared[];
-  char *inputs = reinterpret_cast<char*>(shared), *outputs = inputs + Inputs::plane_bytes;
-  const u32 inputs_at = shared_address(shared), outputs_at = inputs_at + Inputs::plane_bytes, lines = outputs_at + Outputs::plane_bytes;
-  const int warp = threadIdx.x / 32, channel = blockIdx.x % p.channel_blocks * CHANNELS, part = blockIdx.x / p.channel_blocks;
+  const int set = threadIdx.x / SET, warp = threadIdx.x % SET / 32;
+  char *inputs = reinterpret_cast<char*>(shared) + set * SET_BYTES, *outputs = inputs + Inputs::plane_bytes;
+  const u32 inputs_at = shared_address(inputs), outputs_at = inputs_at + Inputs::plane_bytes, lines = outputs_at + Outputs::plane_bytes;
+  const int channel = blockIdx.x % p.channel_blocks * CHANNELS, part = blockIdx.x / p.channel_blocks;
   const int first_kh = part % p.height_groups * HEIGHT, split = part / p.height_groups;
-  const int first = split * p.share, last = min(first + p.share, p.groups);
+  const int first = split * p.share + set, last = min((split + 1) * p.share, p.groups);
 
   Sums g;
 #pragma unroll
-  for (int i = 0; i < HEIGHT * OUT_EIGHTHS * 4; ++i) (&g[0][0][0])[i] = 0.f;
-  Inputs::fetch(lines, p.x, first * GROUP, p.images, channel);
-  for (int group = first; group < last; ++group) {
-    auto arrived = [] {
+  for (int i = 0; i < SUMS; ++i) (&g[0][0][0])[i] = 0.f;
+  if (first < last) Inputs::fetch(lines, p.x, first * GROUP, p.images, channel);
+  for (int group = first; group < last; group += SETS) {
+    auto sync = [&] { sync_threads<SET>(set + 1); };
+    auto arrived = [&] {
       copy_async_commit();
       copy_async_wait<0>();
-      __syncthreads();
+      sync();
     };
     arrived();
     Inputs::transpose(lines, inputs);
-    __syncthreads();
+    sync();
     Outputs::fetch(lines, p.dy, group * GROUP, p.images, channel);
     arrived();
     Outputs::transpose(lines, outputs);
-    __syncthreads();
-    if (group + 1 < last) Inputs::fetch(lines, p.x, (group + 1) * GROUP, p.images, channel);  // while sums are taken
+    sync();
+    if (group + SETS < last) Inputs::fetch(lines, p.x, (group + SETS) * GROUP, p.images, channel);  // while sums are taken
     copy_async_commit();
-    accumulate(g, inputs_at + warp * Inputs::plane, outputs_at + warp * Outputs::plane, first_kh * DH - PAD_H);
+    accumulate_from(first_kh, g, inputs_at + warp * Inputs::plane, outputs_at + warp * Outputs::plane);
   }
-  float* scratch = reinterpret_cast<float*>(shared) + warp * (OUT_EIGHTHS * 16 * 8);
-  static_assert(WARPS * OUT_EIGHTHS * 16 * 8 * 4 <= Inputs::plane_bytes + Outputs::plane_bytes);
+  if constexpr (SETS > 1) add_sets(g, shared, set);
   __syncthreads();
+  if (set > 0) return;
+  float* scratch = reinterpret_cast<float*>(shared) + warp * (OUT_EIGHTHS * 16 * 8);
+  static_assert(WARPS * OUT_EIGHTHS * 16 * 8 * 4 <= SET_BYTES);
 #pragma unroll
   for (int kh = 0; kh < HEIGHT; ++kh) write_taps(p, scratch, g[kh], split, channel + warp, first_kh + kh);
 }

@@ -5,7 +5,8 @@
 #include "tile.cuh"
 
 constexpr int WARPS = 8, CHANNELS = 8, GROUP = 16;  // images
-static_assert(THREADS == 32 * WARPS);
+constexpr int SET = 32 * WARPS, SETS = THREADS / SET;  // each set of threads has groups of its own
+static_assert(THREADS % SET == 0);
 
 __device__ constexpr int apart(int bytes) { return bytes + (64 + 128 - bytes % 128) % 128; }  // two channels then lie in different banks
 
@@ -19,7 +20,7 @@ template <int rows_, int columns_> struct Maps {
   // Starts copies of a group, zeros behind its columns and images.
   __device__ static __forceinline__ void fetch(u32 lines, const Tensor4& x, int image0, int images, int channel) {
 #pragma unroll 4
-    for (int i = anew(threadIdx.x); i < 8 * blocks; i += THREADS) {
+    for (int i = anew(threadIdx.x) % SET; i < 8 * blocks; i += SET) {
       const int column = i % (8 * eighths), row = i / (8 * eighths) % rows, image = i / (8 * eighths * rows);
       const u16* from = x.data + (image0 + image) * x.image + row * x.row + column * x.column + channel;
       copy_async_once(lines + block(row, column / 8, image) * line + column % 8 * 16, from, column < columns && image0 + image < images);
@@ -28,7 +29,7 @@ template <int rows_, int columns_> struct Maps {
 
   // Four blocks of pixels become 8 columns of a channel for each lane.
   __device__ static __forceinline__ void transpose(u32 lines, char* planes) {
-    const int thread = anew(threadIdx.x), lane = thread % 32;
+    const int thread = anew(threadIdx.x) % SET, lane = thread % 32;
 #pragma unroll 4
     for (int i = thread / 32; i < blocks / 4; i += WARPS) {
       Octet v;

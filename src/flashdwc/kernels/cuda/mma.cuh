@@ -88,6 +88,9 @@ __device__ __forceinline__ int anew(int v) {
   asm volatile("" : "+r"(v));
   return v;
 }
+// A barrier of some warps of a block: those that call it with the same id from 1 to 15.
+template <int threads> __device__ __forceinline__ void sync_threads(int id) { asm volatile("bar.sync %0, %1;" :: "r"(id), "n"(threads) : "memory"); }
+
 // What is computed from v begins when what is written to memory before has been computed.
 __device__ __forceinline__ void fence(float& v) { asm volatile("" : "+f"(v) :: "memory"); }
 
