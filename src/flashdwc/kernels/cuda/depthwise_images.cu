@@ -1,12 +1,12 @@
-// Depthwise convolution of stride 1, forward or input gradient, 16 bit, channels_last, of maps of at most 16 x 16: on tensor cores, 16 images
-// at once.
+// Depthwise convolution of stride 1, forward or input gradient, 16 bit, any layout, of maps of at most 16 x 16: on tensor cores, 16 images at
+// once.
 //
 // For an input row y and an output row r, Y[r][m][j] += sum_k X[y][m][k] T[y - r][k][j]: m numbers images, k and j are the columns of whole
 // rows, and T[d][k][j] = filter[d + PAD_H][k - j + PAD_W], 0 where that is no tap. Nothing is multiplied but the map, so a filter larger than
 // it costs no more than one of its size.
 //
 // A block takes 8 channels, a warp each, and one group of images (images.cuh) after the other; copies are a group ahead. A warp keeps its
-// channel's T in registers. Outputs go where the pixels were, as planes, and are transposed back and stored.
+// channel's T in registers. Outputs go where the copies were, as planes, are arranged as in memory and stored.
 //
 // 0 * inf in T makes NaN of an output that never meets the inf: a group's outputs that are not finite are computed again, tap by tap.
 #include "by_taps.cuh"
@@ -16,6 +16,7 @@ static_assert(SETS == 1);
 using Inputs = Maps<ROWS, COLUMNS>;
 using Outputs = Maps<OUT_ROWS, OUT_COLUMNS>;
 constexpr int EIGHTHS = Inputs::eighths, OUT_EIGHTHS = Outputs::eighths;
+constexpr int PLANES_BYTES = NHWC || GROUP * Outputs::run <= Inputs::plane_bytes ? Inputs::plane_bytes : GROUP * Outputs::run;  // outputs need scratch
 constexpr int SLOT_BYTES = Inputs::line_bytes > Outputs::plane_bytes ? Inputs::line_bytes : Outputs::plane_bytes;
 
 struct Params {
@@ -23,18 +24,6 @@ struct Params {
   const u16 *weight, *bias;
   int images, channels, rows, columns, out_rows, out_columns, channel_blocks, groups, share;
 };
-
-__device__ __forceinline__ void store(u32 planes, const Params& p, int image0, int channel) {
-  const int thread = anew(threadIdx.x), lane = thread % 32;
-#pragma unroll 4
-  for (int i = thread / 32; i < Outputs::blocks / 4; i += WARPS) {
-    Octet v;
-    load_matrix4_transposed(v.word, planes + (lane / 8 * 2 + lane % 2) * Outputs::plane + (4 * i + lane % 8 / 2) * 16);
-    const int block = 4 * i + lane % 4, image = image0 + block % GROUP, column = block / GROUP % OUT_EIGHTHS * 8 + lane / 4, row = block / (GROUP * OUT_EIGHTHS);
-    const bool inside = image < p.images && column < OUT_COLUMNS;
-    write8<8, true>(p.y.data + image * p.y.image + row * p.y.row + column * p.y.column + channel, v, [=](int) { return inside; });
-  }
-}
 
 struct Filter {  // a lane's part of T
   u32 b[KH][OUT_EIGHTHS][EIGHTHS];
@@ -104,8 +93,7 @@ __device__ __noinline__ void group_by_taps(const Params& p, int image0, int chan
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_images(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u16 shared[];
-  char* planes = reinterpret_cast<char*>(shared);
-  const u32 planes_at = shared_address(shared), lines = planes_at + Inputs::plane_bytes;
+  char *planes = reinterpret_cast<char*>(shared), *lines = planes + PLANES_BYTES;
   const int channel = blockIdx.x % p.channel_blocks * CHANNELS, warp = threadIdx.x / 32;
   const int first = blockIdx.x / p.channel_blocks * p.share, last = min(first + p.share, p.groups);
 
@@ -116,17 +104,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_i
   const AddBias epilogue{p.bias};
   const float start = epilogue.start(channel + warp);
   for (int group = first, slot = 0; group < last; ++group, slot ^= 1) {
-    const int here = slot * SLOT_BYTES;
+    char *here = lines + slot * SLOT_BYTES, *other = lines + (1 - slot) * SLOT_BYTES;
     copy_async_wait<0>();
     __syncthreads();
-    if (group + 1 < last) Inputs::fetch(lines + (SLOT_BYTES - here), p.x, (group + 1) * GROUP, p.images, channel);
+    if (group + 1 < last) Inputs::fetch(other, p.x, (group + 1) * GROUP, p.images, channel);
     copy_async_commit();
-    Inputs::transpose(lines + here, planes);
+    Inputs::arrange(here, planes);
     __syncthreads();
-    char* outputs = planes + Inputs::plane_bytes + here;
     u32 watched = 0;
-    multiply(filter, planes_at + warp * Inputs::plane, outputs + warp * Outputs::plane, start, watched);
+    multiply(filter, shared_address(planes) + warp * Inputs::plane, here + warp * Outputs::plane, start, watched);
     if (__syncthreads_or(watched_non_finite(watched))) group_by_taps(p, group * GROUP, channel);
-    else store(lines + here, p, group * GROUP, channel);
+    else Outputs::store(here, planes, p.y, group * GROUP, p.images, channel);
   }
 }

@@ -1,4 +1,4 @@
-"""Launches ``depthwise_images.cu`` and ``depthwise_images_weight_grad.cu``: channels_last of stride 1, maps of at most 16 x 16, on tensor cores."""
+"""Launches ``depthwise_images.cu`` and ``depthwise_images_weight_grad.cu``: stride 1, maps of at most 16 x 16, on tensor cores."""
 
 from __future__ import annotations
 
@@ -30,33 +30,49 @@ class Images:
 
 # The rules were measured on an H200, over the layers of networks. What these kernels take depends little on the filter, so they win where
 # it is large beside the map.
+MANY_OUTPUTS = 2_000_000
 
 
 @lru_cache(maxsize=4096)
 def conv_images(problem: Problem, shared_limit: int) -> Images | None:
     """The layout of a forward convolution or an input gradient; None where other kernels are faster."""
-    taps, outputs, reach = problem.taps, problem.outputs, _reach(problem)
-    if max(_eighths(problem)) > 1:
-        wins = taps >= 400 or (outputs >= 2_000_000 and (taps >= 121 or (taps >= 49 and reach >= 15)))
+    if (images := _first(conv_layouts, problem, shared_limit)) is None:
+        return None
+    taps, outputs, reach, wide = problem.taps, problem.outputs, _reach(problem), max(_eighths(problem)) > 1
+    many = outputs >= MANY_OUTPUTS
+    if not problem.by_octets:
+        wins = taps >= 49 and (many or not wide) or (taps >= 25 and many and _busy(problem, images, 1))
+    elif wide:
+        wins = many and (taps >= 121 or (taps >= 49 and reach >= 15))
     else:
         wins = taps >= 49 or (reach >= 9 and outputs >= 1_000_000) or (taps >= 25 and 200_000 <= outputs <= 3_500_000)
-    return _first(conv_layouts, problem, shared_limit) if wins else None
+    return images if wins or taps >= 400 else None
 
 
 @lru_cache(maxsize=4096)
 def weight_grad_images(problem: Problem, shared_limit: int) -> Images | None:
     """The layout of a weight gradient; None where other kernels are faster."""
-    taps, reach = problem.taps, _reach(problem)
-    if max(_eighths(problem)) == 1 and problem.outputs >= 2_000_000:
-        wins = taps >= 25 or reach >= 7
-    else:
-        wins = taps >= 49 and reach >= 11
-    return _first(weight_grad_layouts, problem, shared_limit) if wins else None
+    if (images := _first(weight_grad_layouts, problem, shared_limit)) is None:
+        return None
+    taps, reach, wide = problem.taps, _reach(problem), max(_eighths(problem)) > 1
+    wins = taps >= 49 and reach >= 11
+    if problem.outputs >= MANY_OUTPUTS:
+        if not wide:
+            wins = taps >= 25 or (reach >= 7 and problem.by_octets)
+        elif not problem.by_octets:
+            wins = taps >= 49 or (taps >= 25 and _busy(problem, images, -(-problem.vertical.k // images.height)))
+    return images if wins else None
 
 
 def _reach(problem: Problem) -> int:
     """Rows or columns of the input, the fewer, from a filter's first to its last."""
     return min((axis.k - 1) * axis.d + 1 for axis in (problem.vertical, problem.horizontal))
+
+
+def _busy(problem: Problem, images: Images, height_groups: int) -> bool:
+    """Do blocks leave few multiprocessors idle?"""
+    columns, places = problem.channels // CHANNELS * height_groups, images.resident * MULTIPROCESSORS
+    return max(1, places // columns) * columns / (-(-columns // places) * places) > 0.85
 
 
 def _first(layouts: Callable, problem: Problem, shared_limit: int) -> Images | None:
@@ -88,7 +104,8 @@ def _fitting(
     v, h = problem.vertical, problem.horizontal
     plain = max(v.s, h.s, v.u, h.u, problem.spread, problem.sum) == 1
     small = max(v.size, h.size, v.out, h.out) <= LARGEST_SIDE
-    if not (plain and small and problem.by_octets and problem.taps > 1):
+    runs = problem.inner.run == problem.outer.run == 8 and problem.channels % CHANNELS == 0
+    if not (plain and small and (problem.by_octets or runs) and problem.taps > 1):
         return []
 
     def fits(images: Images) -> bool:
@@ -105,7 +122,8 @@ def _eighths(problem: Problem) -> tuple[int, int]:
 
 def conv_macros(problem: Problem, images: Images) -> tuple[dict[str, int], int]:
     """Macros of ``depthwise_images.cu`` and the shared memory in bytes."""
-    lines, planes, _, out_planes = _bytes(problem)
+    lines, planes, out_lines, out_planes = _bytes(problem)
+    planes = planes if problem.by_octets else max(planes, out_lines)  # which outputs pass as well
     macros = {**_macros(problem, images), "SH": 1, "SW": 1, "UH": 1, "UW": 1, "SPREAD": 1, "SUM": 1}
     return macros, planes + 2 * max(lines, out_planes)
 
@@ -122,16 +140,18 @@ def _macros(problem: Problem, images: Images) -> dict[str, int]:
     v, h = problem.vertical, problem.horizontal
     return {
         "KH": v.k, "KW": h.k, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "ROWS": v.size, "COLUMNS": h.size,
-        "OUT_ROWS": v.out, "OUT_COLUMNS": h.out, "THREADS": images.threads, "BLOCKS_PER_SM": images.resident,
+        "OUT_ROWS": v.out, "OUT_COLUMNS": h.out, "NHWC": problem.by_octets, "THREADS": images.threads, "BLOCKS_PER_SM": images.resident,
     }  # fmt: skip
 
 
 def _bytes(problem: Problem) -> tuple[int, int, int, int]:
-    """Of the source's pixels, its planes, and the same of the result: of 8 channels and 16 images."""
+    """Of the source as it lies in memory, of its planes, and the same of the result: of 8 channels and 16 images."""
+    v, h = problem.vertical, problem.horizontal
     found: list[int] = []
-    for rows, eighths in zip((problem.vertical.size, problem.vertical.out), _eighths(problem)):
+    for rows, columns, eighths in zip((v.size, v.out), (h.size, h.out), _eighths(problem)):
         blocks = GROUP * rows * eighths
-        found += [blocks * (8 * 16 + 32), CHANNELS * (16 * blocks + (64 - 16 * blocks) % 128)]
+        found.append(blocks * (8 * 16 + 32) if problem.by_octets else GROUP * 16 * (rows * columns | 1))
+        found.append(CHANNELS * (16 * blocks + (64 - 16 * blocks) % 128))
     return found[0], found[1], found[2], found[3]
 
 

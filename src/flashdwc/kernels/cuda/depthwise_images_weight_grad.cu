@@ -1,4 +1,4 @@
-// Depthwise convolution of stride 1, weight gradient, 16 bit, channels_last, of maps of at most 16 x 16: on tensor cores, 16 images at once.
+// Depthwise convolution of stride 1, weight gradient, 16 bit, any layout, of maps of at most 16 x 16: on tensor cores, 16 images at once.
 //
 // For an input row y and an output row r that meet in filter row kh, G[k][j] += sum_m X[y][m][k] dY[r][m][j]: m numbers images, k and j are the
 // columns of whole rows; then dW[kh][kw] is the sum over j of G[j + kw D - PAD_W][j].
@@ -96,8 +96,8 @@ __device__ __forceinline__ void add_sets(Sums& g, u16* shared, int set) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_images_weight_grad(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u16 shared[];
   const int set = threadIdx.x / SET, warp = threadIdx.x % SET / 32;
-  char *inputs = reinterpret_cast<char*>(shared) + set * SET_BYTES, *outputs = inputs + Inputs::plane_bytes;
-  const u32 inputs_at = shared_address(inputs), outputs_at = inputs_at + Inputs::plane_bytes, lines = outputs_at + Outputs::plane_bytes;
+  char* inputs = reinterpret_cast<char*>(shared) + set * SET_BYTES;
+  char *outputs = inputs + Inputs::plane_bytes, *lines = outputs + Outputs::plane_bytes;
   const int channel = blockIdx.x % p.channel_blocks * CHANNELS, part = blockIdx.x / p.channel_blocks;
   const int first_kh = part % p.height_groups * HEIGHT, split = part / p.height_groups;
   const int first = split * p.share + set, last = min((split + 1) * p.share, p.groups);
@@ -114,15 +114,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_i
       sync();
     };
     arrived();
-    Inputs::transpose(lines, inputs);
+    Inputs::arrange(lines, inputs);
     sync();
     Outputs::fetch(lines, p.dy, group * GROUP, p.images, channel);
     arrived();
-    Outputs::transpose(lines, outputs);
+    Outputs::arrange(lines, outputs);
     sync();
     if (group + SETS < last) Inputs::fetch(lines, p.x, (group + SETS) * GROUP, p.images, channel);  // while sums are taken
     copy_async_commit();
-    accumulate_from(first_kh, g, inputs_at + warp * Inputs::plane, outputs_at + warp * Outputs::plane);
+    accumulate_from(first_kh, g, shared_address(inputs) + warp * Inputs::plane, shared_address(outputs) + warp * Outputs::plane);
   }
   if constexpr (SETS > 1) add_sets(g, shared, set);
   __syncthreads();
