@@ -262,6 +262,24 @@ def test_one_dimension(size, place):
     assert torch.equal(causal, depthwise_conv1d(F.pad(x, (6, 0)), w, stride=2, dilation=2))
 
 
+def test_a_sequence_has_the_strides_that_pytorch_gives_it(place):
+    """Strides of ``[N, L, C].transpose(1, 2)`` look like channels_last, which F.conv1d does not follow."""
+    x, w = randn(2, 10, 8, **place).transpose(1, 2), randn(8, 1, 3, **place)
+    expected = F.conv1d(x, w, padding=1, groups=8).stride()
+    assert depthwise_conv1d(x, w, padding=1).stride() == expected
+    assert depthwise_conv1d(x, w, causal=True).stride() == expected
+    assert depthwise_conv1d(x[0], w, causal=True).stride() == expected[1:]
+
+
+@pytest.mark.parametrize("kernel", [3, 13])
+def test_bias_of_any_strides(kernel, place):
+    """oneDNN read a bias as if it were dense, beyond its end."""
+    x, w = randn(1, 8, 15, 15, **place), randn(8, 1, kernel, kernel, **place)
+    for b in (randn(16, **place)[::2], randn(1, **place).expand(8)):
+        assert torch.equal(depthwise_conv2d(x, w, b), depthwise_conv2d(x, w, b.contiguous()))
+        check_convolution(x, w, b)
+
+
 def test_causal_sees_nothing_of_the_future(place):
     x, w = randn(2, 4, 16, **place), randn(4, 1, 5, **place)
     y = depthwise_conv1d(x, w, causal=True)

@@ -143,6 +143,18 @@ def test_infinite_weight_on_the_padding_takes_no_part(dtype, channels, memory_fo
     assert (y[:, :, 1:, 1:] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("channels", [1, 2, 40])
+def test_infinite_weights_beside_a_single_pixel(channels, dtype):
+    w = torch.ones(channels, 1, 2, 6, dtype=dtype)
+    w[:, :, 0, 0] = torch.inf
+    for x in (torch.ones(1, channels, 1, 1, dtype=dtype), torch.ones(3, channels, 1, 1, dtype=dtype)):
+        y = depthwise_conv2d(x, w, padding=(1, 5))
+        assert (y[..., 1, 5] == torch.inf).all()
+        y[..., 1, 5] = 1
+        assert (y == 1).all()
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kernel", [3, 13])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,6 +38,28 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "rank of the bias": (lambda: depthwise_conv2d(X, W, torch.randn(4, 1)), ValueError, ["bias", "(4,)", "(4, 1)"]),
     "half input": (lambda: depthwise_conv2d(X.half(), W), TypeError, ["weight", "float16", "float32"]),
     "double bias": (lambda: depthwise_conv2d(X, W, torch.randn(4).double()), TypeError, ["bias", "float32", "float64"]),
+    "a sparse bias": (
+        lambda: depthwise_conv2d(X, W, torch.ones(4).to_sparse()),
+        TypeError,
+        ["bias", "dense", "sparse"],
+    ),
+    "a nested input": (
+        lambda: depthwise_conv2d(torch.nested.nested_tensor([X[0], X[0, :, :4]]), W),
+        TypeError,
+        ["input", "dense", "nested"],
+    ),
+    "an array for numbers": (
+        lambda: depthwise_conv2d(X, W, stride=np.array([1, 1])),
+        TypeError,
+        ["stride", "an int or 2"],
+    ),
+    "an array of padding": (
+        lambda: depthwise_conv1d(X[0], W[0], padding=np.array([0, 0]), causal=True),
+        TypeError,
+        ["padding", "an int or 1"],
+    ),
+    "impl is a list": (lambda: depthwise_conv2d(X, W, impl=["cuda"]), ValueError, ["impl", "auto", "['cuda']"]),
+    "cropping": (lambda: depthwise_conv2d(X, W, padding=-1, padding_mode="reflect"), ValueError, ["padding", "(-1,"]),
     "integers": (lambda: depthwise_conv2d(X.int(), W.int()), TypeError, ["input", "float16", "int32"]),
     "complex": (lambda: depthwise_conv2d(X.cfloat(), W.cfloat()), TypeError, ["input", "float16", "complex64"]),
     "other device": (lambda: depthwise_conv2d(X, W.to("meta")), ValueError, ["weight", "cpu", "meta"]),
@@ -187,6 +210,20 @@ def test_cuda_kernels_on_the_cpu_are_refused_with_the_reason():
     ):
         with pytest.raises(flashdwc.UnsupportedError, match=r"impl='cuda' does not cover this call: .* cpu"):
             call()
+
+
+def test_a_nested_input_after_a_call_that_is_remembered():
+    """The guards of a remembered call asked for its strides, which ended the process."""
+    depthwise_conv2d(X, W)
+    with pytest.raises(TypeError, match="input: expected a dense tensor, got a nested one"):
+        depthwise_conv2d(torch.nested.nested_tensor([X[0], X[0, :, :4]]), W)
+
+
+def test_explain_does_not_print_a_model():
+    model = torch.nn.Sequential(*(torch.nn.Conv2d(4, 4, 3, groups=4) for _ in range(50)))
+    with pytest.raises(TypeError, match="Sequential .*convert") as error:
+        flashdwc.explain(model, X)
+    assert len(str(error.value)) < 300
 
 
 def test_a_forced_implementation_never_falls_back(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -296,6 +298,12 @@ def test_the_same_bits_in_every_run(kernel, layout):
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0]))
 
 
+def memory_soon() -> int:
+    """Allocated bytes, when the engine's thread had time to forget the last gradients."""
+    time.sleep(0.02)
+    return torch.cuda.memory_allocated()
+
+
 def test_memory_stays_flat():
     x, w = cuda(4, 16, 28, 28).requires_grad_(), cuda(16, 1, 7, 7).requires_grad_()
     seen = []
@@ -303,7 +311,7 @@ def test_memory_stays_flat():
         for _ in range(50):
             depthwise_conv2d(x, w, padding=3)
             torch.autograd.grad(depthwise_conv2d(x, w, padding=3).sum(), (x, w))
-        seen.append(torch.cuda.memory_allocated())
+        seen.append(min(memory_soon() for _ in range(5)))
     assert seen[0] == seen[1] == seen[2]
 
 

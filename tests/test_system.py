@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -128,6 +130,21 @@ def test_import_without_triton_and_without_the_compiler():
     """)
     assert "(1, 2, 3, 3)" in result.stdout
     assert "cuda-core" in result.stdout
+
+
+def test_a_compiler_that_does_not_load_is_a_reason(monkeypatch):
+    """A broken extension shall name versions and the remedy. https://github.com/Dao-AILab/causal-conv1d/issues/77"""
+
+    def broken() -> None:
+        raise ImportError("undefined symbol: nvrtc")
+
+    monkeypatch.setattr(jit, "_cuda_core", broken)
+    jit.why_unavailable.cache_clear()
+    try:
+        if find_spec("cuda") is not None:
+            assert re.search(r"undefined symbol: nvrtc\): pip install", jit.why_unavailable())
+    finally:
+        jit.why_unavailable.cache_clear()
 
 
 def test_fork_after_use():
@@ -297,7 +314,7 @@ def test_settings_are_read_from_the_environment(monkeypatch, tmp_path):
     assert config.Config.from_environment() == config.Config(tmp_path, "torch", True)
     monkeypatch.setenv("FLASHDWC_IMPL", "fast")
     with pytest.raises(ValueError, match=r"FLASHDWC_IMPL: expected .*cuda.*, got 'fast'"):
-        config.Config.from_environment()
+        _ = config.Config.from_environment().impl
 
 
 def test_cache_directory_follows_xdg(monkeypatch, tmp_path):
@@ -322,9 +339,18 @@ def test_implementation_from_the_environment():
         FLASHDWC_IMPL="torch",
     )
     assert result.stdout == "torch\n"
-    wrong = run_python("import flashdwc.ops", FLASHDWC_IMPL="fast", check=False)
+    call = "import flashdwc, torch; flashdwc.depthwise_conv2d(torch.ones(1, 2, 5, 5), torch.ones(2, 1, 3, 3))"
+    wrong = run_python(call, FLASHDWC_IMPL="fast", check=False)
     assert wrong.returncode != 0
     assert "FLASHDWC_IMPL: expected one of" in wrong.stderr
+    command = run_python(
+        "from flashdwc.cli import main; raise SystemExit(main(['explain', '1x2x5x5']))",
+        FLASHDWC_IMPL="fast",
+        check=False,
+    )
+    assert command.returncode == 1
+    assert command.stderr.splitlines()[-1].startswith("flashdwc: FLASHDWC_IMPL: expected one of")
+    assert "Traceback" not in command.stderr
 
 
 def test_environment_variables_are_few_and_in_one_place():

@@ -37,6 +37,21 @@ def test_tangents_survive_compilation(backend):
     torch.testing.assert_close(compiled(W), F.conv2d(X, W, groups=3))
 
 
+def test_compiles_with_sizes_in_a_tuple_of_padding():
+    torch.compiler.reset()
+    layer = torch.compile(
+        flashdwc.nn.DepthwiseConv2dSame(3, 3, 3, 2, groups=3), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for height in (7, 8, 9):
+        assert layer(torch.randn(2, 3, height, height + 3)).shape == (2, 3, (height + 1) // 2, (height + 4) // 2)
+    causal = torch.compile(
+        lambda x, w: depthwise_conv1d(x, w, causal=True), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for taps in (3, 4):
+        x, w = torch.randn(2, 3, 9), torch.randn(3, 1, taps)
+        torch.testing.assert_close(causal(x, w), depthwise_conv1d(x, w, causal=True))
+
+
 def test_gradients_under_modes():
     def loss(w: torch.Tensor) -> torch.Tensor:
         return ours(w).sum()

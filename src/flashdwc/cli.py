@@ -53,9 +53,9 @@ def _expected(error: Exception) -> bool:
     """Whether an error is about the user's machine or request, so that its message says enough."""
     import torch
 
-    from .core.errors import CompileError, LaunchError, UnsupportedError
+    from .core.errors import CompileError, LaunchError, SettingError, UnsupportedError
 
-    return isinstance(error, (torch.OutOfMemoryError, UnsupportedError, CompileError, LaunchError))
+    return isinstance(error, (torch.OutOfMemoryError, UnsupportedError, CompileError, LaunchError, SettingError))
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class Recorder:
 
 
 def check_impl(impl: str) -> str:
-    if impl not in IMPLEMENTATIONS:
+    if not isinstance(impl, str) or impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     return config.impl if impl == "auto" else impl
 
@@ -110,7 +110,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 def record(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Recorder:
     if not getattr(function, "__module__", "").startswith("flashdwc.ops"):
         raise TypeError(
-            f"function: expected a function of flashdwc.ops, got {function!r} (a layer has .explain(input))"
+            f"function: expected a function of flashdwc.ops, got {getattr(function, '__name__', type(function).__name__)} "
+            "(a layer has .explain(input); for a whole model: flashdwc.convert(model, input), or `flashdwc explain MODEL`)"
         )
     recorder = Recorder(kwargs.pop("impl", "auto"))
     function(*args, **kwargs, impl=recorder)

@@ -13,21 +13,28 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from .errors import SettingError
+
 IMPLEMENTATIONS = ("auto", "cuda", "cpu", "torch")
 
 
 @dataclass(frozen=True)
 class Config:
     cache_dir: Path
-    impl: str
+    named_impl: str
     verbose: bool
 
     @classmethod
     def from_environment(cls) -> Config:
-        impl = os.environ.get("FLASHDWC_IMPL", "auto")
-        if impl not in IMPLEMENTATIONS:
-            raise ValueError(f"FLASHDWC_IMPL: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-        return cls(cache_dir=_cache_dir(), impl=impl, verbose=os.environ.get("FLASHDWC_VERBOSE", "0") == "1")
+        named_impl, verbose = os.environ.get("FLASHDWC_IMPL", "auto"), os.environ.get("FLASHDWC_VERBOSE", "0")
+        return cls(cache_dir=_cache_dir(), named_impl=named_impl, verbose=verbose == "1")
+
+    @property
+    def impl(self) -> str:
+        """Checked where it is asked for, so that a wrong one does not keep the package from being imported."""
+        if self.named_impl not in IMPLEMENTATIONS:
+            raise SettingError(f"FLASHDWC_IMPL: expected one of {', '.join(IMPLEMENTATIONS)}, got {self.named_impl!r}")
+        return self.named_impl
 
 
 def _cache_dir() -> Path:

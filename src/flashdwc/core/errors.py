@@ -17,5 +17,9 @@ class CaptureError(RuntimeError):
     """A kernel would have to be compiled or loaded while a CUDA graph is being captured."""
 
 
+class SettingError(ValueError):
+    """An environment variable holds what it may not."""
+
+
 class CacheWarning(UserWarning):
     """The kernel cache on disk is unusable; kernels are kept in memory only."""

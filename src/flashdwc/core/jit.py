@@ -50,10 +50,16 @@ if hasattr(os, "register_at_fork"):  # a child forked while another thread compi
     os.register_at_fork(after_in_child=_renew_lock)
 
 
+@lru_cache(maxsize=1)
 def why_unavailable() -> str | None:
     """Why no kernel can be compiled here; None if one can."""
     if find_spec("cuda") is None or find_spec("cuda.core") is None:
         return "the package cuda-core is not installed: pip install 'cuda-core[cu13]'"
+    try:
+        _cuda_core()
+    except Exception as error:  # a broken installation may raise anything
+        found = compiler_version() or "cuda-core"
+        return f"{found} do not load ({error}): pip install --force-reinstall 'cuda-core[cu13]'"
     return None
 
 

@@ -119,6 +119,8 @@ class Operator:
             return None
         if calls is None or forward_ad._current_level >= 0 or _dispatch_modes():  # the guards miss PyTorch's own modes
             return None
+        if getattr(tensors[0], "is_nested", True):  # no tensor, or one whose strides the guards must not ask for
+            return None
         present = tensors if tensors[-1] is not None else tensors[:-1]
         for alike, constants, plan, differentiable, by_address in calls:
             try:

@@ -6,6 +6,7 @@ so an instance of one may become the other by changing its class, which is what 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -137,9 +138,12 @@ class DepthWiseConv2dImplicitGEMM(DepthwiseConv2d):
     """
 
     def __init__(self, channels: int, kernel: Size, bias: bool = False) -> None:
-        kernel_size = (kernel, kernel) if isinstance(kernel, int) else tuple(kernel)
-        if len(kernel_size) != 2:
-            raise ValueError(f"kernel: expected an int or a pair, got {kernel!r}")
+        try:
+            kernel_size = tuple(map(operator.index, kernel if isinstance(kernel, (tuple, list)) else (kernel, kernel)))
+        except TypeError:
+            raise TypeError(f"kernel: expected an int or a pair, got {kernel!r}") from None
+        if len(kernel_size) != 2 or min(kernel_size) < 1:
+            raise ValueError(f"kernel: expected an int or a pair, positive, got {kernel!r}")
         padding = tuple(k // 2 for k in kernel_size)
         super().__init__(channels, channels, kernel_size, padding=padding, groups=channels, bias=bias)
 

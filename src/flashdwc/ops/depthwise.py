@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..core.backend import Recorder, check_impl
 from ..core.op import autocast
 from ..kernels.native import output_format, pad
 from .depthwise_operators import check_tensors, forward, input_grad, weight_grad
@@ -37,18 +38,20 @@ def _number(value: Any) -> Any:
         return None
     if isinstance(value, (int, torch.SymInt)):
         return value
-    return operator.index(value) if hasattr(value, "__index__") else None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _numbers(name: str, value: int | Sequence[int], n: int) -> tuple[int, ...]:
     if (number := _number(value)) is not None:
         return (number,) * n
-    expected = f"{name}: expected an int or {n} of them, got {value!r}"
     if not isinstance(value, (tuple, list)):
-        raise TypeError(expected)
+        raise TypeError(f"{name}: expected an int or {n} of them, got {value!r}")
     values = tuple(map(_number, value))
-    if len(values) not in (1, n) or None in values:
-        raise ValueError(expected)
+    if len(values) not in (1, n) or any(v is None for v in values):
+        raise ValueError(f"{name}: expected an int or {n} of them, got {value!r}")
     return values * n if len(values) == 1 else values
 
 
@@ -90,6 +93,8 @@ _cached_geometry = lru_cache(maxsize=1024, typed=True)(_geometry)
 def _explicit_padding(x: Tensor, padding: tuple[int, ...], mode: str) -> Tensor:
     if mode not in PADDING_MODES:
         raise ValueError(f"padding_mode: expected one of {', '.join(PADDING_MODES)}, got {mode!r}")
+    if min(padding) < 0:
+        raise ValueError(f"padding: expected non-negative numbers, got {padding}")
     pairs = [(padding[2 * i], padding[2 * i + 1]) for i in range(len(padding) // 2)]
     sizes = x.shape[2:]
     for i, (n, pair) in enumerate(zip(sizes, pairs)):
@@ -126,8 +131,8 @@ def _convolve(
         return handle_torch_function(function, (input,), input, weight, bias, stride, padding, dilation, **keywords)
     eager, as_it_came = not torch.compiler.is_compiling(), input
     _check_ranks(n, input, weight, bias)
-    if eager and (input.layout is not torch.strided or weight.layout is not torch.strided):
-        check_tensors("input", input, weight=weight)
+    if eager and any(t is not None and (t.layout is not torch.strided or t.is_nested) for t in (input, weight, bias)):
+        check_tensors("input", input, weight=weight, bias=bias)
     unbatched = input.dim() == n + 1
     if unbatched:
         input = input.unsqueeze(0)
@@ -143,8 +148,12 @@ def _convolve(
         input = _explicit_padding(input, padding, mode)
         padding = (0,) * len(padding)
     if n == 1:
-        input, weight = input.unsqueeze(2), weight.unsqueeze(2)
+        input, weight = _as_image(input), weight.unsqueeze(2)
         stride, padding, dilation = (1, *stride), (0, 0, *padding), (1, *dilation)
+    if not isinstance(impl, (str, Recorder)):
+        check_impl(impl)
+    if not isinstance(precision, (str, type(None))):
+        raise ValueError(f"precision: expected None, 'ieee' or 'tf32', got {precision!r}")
     constants = (stride, padding, dilation, precision or "auto", impl)
     y = forward(input, weight, bias, *constants)
     if recallable and eager and input is as_it_came:
@@ -152,6 +161,11 @@ def _convolve(
     if n == 1:
         y = _without_dimension(y, 2)
     return _without_dimension(y, 0) if unbatched else y
+
+
+def _as_image(x: Tensor) -> Tensor:
+    """``[N, C, L]`` as ``[N, C, 1, L]``, contiguous as PyTorch has it: strides of a transposed sequence would look like channels_last."""
+    return x.contiguous().unsqueeze(2)
 
 
 def _without_dimension(y: Tensor, dim: int) -> Tensor:
@@ -233,14 +247,16 @@ def depthwise_conv1d(
     """
     if not causal:
         return _convolve(input, weight, bias, (1, stride, padding, dilation, padding_mode, precision, impl))
-    if padding not in (0, (0,), [0]) or padding_mode != "zeros":
-        raise ValueError(f"padding: expected 0 and mode 'zeros' with causal=True, got {padding!r} and {padding_mode!r}")
     _check_ranks(1, input, weight, bias)
+    if isinstance(padding, str) or _numbers("padding", padding, 1) != (0,) or padding_mode != "zeros":
+        raise ValueError(f"padding: expected 0 and mode 'zeros' with causal=True, got {padding!r} and {padding_mode!r}")
     (step,), (gap,) = _numbers("stride", stride, 1), _numbers("dilation", dilation, 1)
     left = gap * (_sizes(weight)[-1] - 1)
     options = (2, (1, step), (left, 0, 0, 0), (1, gap), "zeros", precision, impl)
-    y = _convolve(input.unsqueeze(-2), weight.unsqueeze(-2), bias, options)
-    return _without_dimension(y, -2)
+    unbatched = input.dim() == 2
+    y = _convolve(_as_image(input.unsqueeze(0) if unbatched else input), weight.unsqueeze(-2), bias, options)
+    y = _without_dimension(y, -2)
+    return _without_dimension(y, 0) if unbatched else y
 
 
 def depthwise_conv3d(

@@ -34,8 +34,10 @@ def check_tensors(first: str, x: Tensor, **others: Tensor | None) -> None:
     for name, t in {first: x, **others}.items():
         if t is None:
             continue
-        if t.layout is not torch.strided:
-            raise TypeError(f"{name}: expected a dense tensor, got layout {t.layout}")
+        if t.layout is not torch.strided or t.is_nested:
+            raise TypeError(
+                f"{name}: expected a dense tensor, got {'a nested one' if t.is_nested else f'layout {t.layout}'}"
+            )
         if t.dtype not in DTYPES:
             raise TypeError(f"{name}: expected dtype float16, bfloat16, float32 or float64, got {t.dtype}")
         if t.dtype != x.dtype:

@@ -53,7 +53,12 @@ def prepare_forward(
         if _goes_to_onednn(
             x, w, stride, low, dilation, channels_last
         ):  # past the three functions that find that out again
-            return lambda x, w, b: torch.mkldnn_convolution(x, w, b, low, stride, dilation, groups)
+
+            def past_them(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+                b = b if b is None or b.is_contiguous() else b.contiguous()  # oneDNN takes it for dense
+                return torch.mkldnn_convolution(x, w, b, low, stride, dilation, groups)
+
+            return past_them
         return lambda x, w, b: convolution(x, w, b, stride, low, dilation, groups)
     if plan == "pixel":
         return _plan_on_pixels(x, w, stride, low)

@@ -108,6 +108,8 @@ def choose_forward(
     float16 = dtype is torch.float16 and rank == 2 and not dilated and _has_float16_kernel(kernel[1], channels_last)
     if not _has_kernels(dtype, w_size) and not float16:
         return "float32"
+    if math.prod(size[2:]) == 1 < math.prod(kernel):  # PyTorch's kernels multiply the padding of a single pixel
+        return "guarded"
     if w_size[0] != size[1]:
         return "multiplier"
     if size[1] == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +36,9 @@ def _why_not_here(x: Tensor) -> str | None:
         return f"the kernels are for float16 and bfloat16, not {x.dtype}"
     if torch.cuda.get_device_capability(x.device) < (8, 0):
         return "the kernels need compute capability 8.0"
-    return jit.why_unavailable()
+    if (why := jit.why_unavailable()) is not None:
+        warnings.warn(f"flashdwc's CUDA kernels cannot run, PyTorch's run instead: {why}", stacklevel=2)
+    return why
 
 
 class Way(NamedTuple):
