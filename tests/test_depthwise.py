@@ -280,6 +280,17 @@ def test_bias_of_any_strides(kernel, place):
         check_convolution(x, w, b)
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_taps_that_meet_padding_only(stride):
+    """They cost time and memory as the square of the dilation."""
+    x, w, far = torch.randn(2, 3, 6, 7).requires_grad_(), torch.randn(3, 1, 3, 3).requires_grad_(), 30_000
+    ours = depthwise_conv2d(x, w, None, stride, far, far)
+    theirs = F.conv2d(x, w, None, stride, far, far, groups=3)
+    torch.testing.assert_close(ours, theirs)
+    for dx_or_dw, expected in zip(*(torch.autograd.grad(y.sum(), (x, w)) for y in (ours, theirs))):
+        torch.testing.assert_close(dx_or_dw, expected)
+
+
 def test_causal_sees_nothing_of_the_future(place):
     x, w = randn(2, 4, 16, **place), randn(4, 1, 5, **place)
     y = depthwise_conv1d(x, w, causal=True)

@@ -33,7 +33,7 @@ def test_tangents_survive_linearize_and_modes():
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_tangents_survive_compilation(backend):
     torch.compiler.reset()
-    compiled = torch.compile(lambda w: torch.func.jvp(ours, (w,), (w,))[1], backend=backend)
+    compiled = torch.compile(lambda w: torch.func.jvp(ours, (w,), (w,))[1], fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(W), F.conv2d(X, W, groups=3))
 
 

@@ -26,7 +26,7 @@ def symmetric(padding: Sequence[int]) -> bool:
 
 def own(y: Tensor) -> Tensor:
     """The same elements, no view: what a plan returns."""
-    return y.detach() if y._is_view() else y
+    return y if torch.compiler.is_compiling() or not y._is_view() else y.detach()
 
 
 def pad(x: Tensor, padding: Sequence[int], mode: str = "constant") -> Tensor:

@@ -15,10 +15,12 @@ from ..native import CONVOLUTIONS, own, pad, suggests_channels_last
 from .depthwise_formulations import (
     FORMULATIONS,
     Ints,
+    Taps,
     choose_forward,
     choose_input_grad,
     choose_weight_grad,
     enters_planar_kernel,
+    narrowed,
 )
 
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
@@ -46,6 +48,9 @@ def prepare_forward(
     x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints
 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """What :func:`forward` does with every ``x``, ``w`` and bias of these sizes, strides and types."""
+    if (taps := Taps.that_meet(x.shape, w.shape, stride, padding, dilation)) is not None:
+        smaller = prepare_forward(x, taps.of(w), stride, taps.padding, dilation)
+        return lambda x, w, b: smaller(x, taps.of(w), b)
     plan = choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)
     convolution, low, groups = CONVOLUTIONS[len(stride)], padding[::2], x.shape[1]
     channels_last = _channels_last(x, w)
@@ -78,16 +83,22 @@ def _goes_to_onednn(x: Tensor, w: Tensor, stride: Ints, low: Ints, dilation: Int
 def describe_forward(
     x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, padding: Ints, dilation: Ints, *_: str
 ) -> str:
+    if (taps := Taps.that_meet(x.shape, w.shape, stride, padding, dilation)) is not None:
+        return describe_forward(x, taps.of(w), b, stride, taps.padding, dilation)
     return FORMULATIONS[choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)]
 
 
 def describe_input_grad(dy: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, *_: str) -> str:
+    if (taps := Taps.that_meet(size, w.shape, stride, padding, dilation)) is not None:
+        return describe_input_grad(dy, taps.of(w), size, stride, taps.padding, dilation)
     return FORMULATIONS[choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)]
 
 
 def describe_weight_grad(
     dy: Tensor, x: Tensor, size: Ints, strides: Ints, stride: Ints, padding: Ints, dilation: Ints, *_: str
 ) -> str:
+    if (taps := Taps.that_meet(x.shape, size, stride, padding, dilation)) is not None:
+        size, padding = (*size[:2], *taps.counts), taps.padding
     return FORMULATIONS[choose_weight_grad(x.dtype, x.shape, x.stride(), size, stride, padding, dilation)]
 
 
@@ -107,6 +118,9 @@ def prepare_input_grad(
     dy: Tensor, w: Tensor, input_size: Sequence[int], stride: Ints, padding: Ints, dilation: Ints
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """What :func:`input_grad` does with every ``dy`` and ``w`` of these sizes, strides and types."""
+    if (taps := Taps.that_meet(input_size, w.shape, stride, padding, dilation)) is not None:
+        smaller = prepare_input_grad(dy, taps.of(w), input_size, stride, taps.padding, dilation)
+        return lambda dy, w: smaller(dy, taps.of(w))
     size, channels_last = tuple(input_size), _channels_last(dy, w)
     strides = _fresh_strides(size, channels_last)
     plan = choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)
@@ -157,6 +171,16 @@ def prepare_weight_grad(
     ``weight_stride``: of the result, whose elements lie as in a contiguous tensor.
     """
     size, strides, groups = tuple(weight_size), tuple(weight_stride), x.shape[1]
+    if (taps := Taps.that_meet(x.shape, size, stride, padding, dilation)) is not None:
+        used = (*size[:2], *taps.counts)
+        smaller = prepare_weight_grad(x, used, _fresh_strides(used, False), stride, taps.padding, dilation)
+
+        def among_zeros(dy: Tensor, x: Tensor) -> Tensor:
+            dw = dy.new_zeros(size)
+            taps.of(dw).copy_(smaller(dy, x))
+            return dw.as_strided_(size, strides)
+
+        return among_zeros
     plan = choose_weight_grad(x.dtype, x.shape, x.stride(), size, stride, padding, dilation)
     if plan == "torch":
         # past the Python in front of it, which shows in small calls
@@ -210,7 +234,7 @@ def _forward_by(
         # Padding both sides by low + skip * stride starts `skip` outputs early and ends no sooner.
         skip = [max(0, -(-(high - low) // s)) for low, high, s in zip(low, padding[1::2], stride)]
         both = tuple(low + q * s for low, q, s in zip(low, skip, stride) for _ in range(2))
-        return _part(forward(x, w, b, stride, both, dilation), size, skip)
+        return narrowed(forward(x, w, b, stride, both, dilation), size, skip)
     if not math.isfinite(w.sum(dtype=torch.promote_types(w.dtype, torch.float32)).item()):
         wide = torch.promote_types(x.dtype, torch.float32)
         b = None if b is None else b.to(wide)
@@ -269,7 +293,7 @@ def _forward_in_phases(x: Tensor, w: Tensor, b: Tensor | None, low: Ints, dilati
     y = y.permute(rank, *(a for i in range(rank) for a in (rank + 1 + i, i)), 2 * rank + 1)
     for i in range(rank):
         y = y.flatten(1 + i, 2 + i)
-    return _part(y.movedim(-1, 1), size)
+    return narrowed(y.movedim(-1, 1), size)
 
 
 # ----------------------------------------------------------------------------------------------------------- gradients
@@ -377,7 +401,7 @@ def _weight_grad_of_planes(
         maps = maps.unfold(1, span, rows * stride[0]).transpose(2, 3) if blocks > 1 else maps
         filters = _spread(filters.reshape(folded, 1, rows, -1), stride)
         part = F.conv2d(maps.reshape(1, folded, -1, width), filters, None, dilation, (beyond, low[1]), 1, folded)
-        part = _part(part, size[2:]).reshape(-1, blocks, *size[2:])
+        part = narrowed(part, size[2:]).reshape(-1, blocks, *size[2:])
         parts.append(part.sum(1, keepdim=True) if blocks > 1 else part)
     dw = torch.cat(parts) if pieces > 1 else parts[0]  # [N * C, 1, *kernel]
     return dw if n == 1 else dw.view(n, *size).sum(0)
@@ -411,7 +435,7 @@ def _weight_grad_of_pixels(
             part = CONVOLUTIONS[rank](window, filters, None, dilation, (beyond, *low[1:]), 1, folded)
             total = part if total is None else total.add_(part)
         assert total is not None
-        part = _part(total, size[2:]).transpose(0, 1)
+        part = narrowed(total, size[2:]).transpose(0, 1)
         parts.append(part if folded == channels else part.unflatten(0, (-1, channels)).sum(0))
     return reduce(torch.add, parts)
 
@@ -435,12 +459,6 @@ def _twice(values: Ints) -> Ints:
 
 def _smaller_sides(padding: Ints) -> Ints:
     return tuple(map(min, padding[::2], padding[1::2]))
-
-
-def _part(y: Tensor, size: Sequence[int], start: Sequence[int] = (0, 0, 0)) -> Tensor:
-    for i, (n, first) in enumerate(zip(size, start)):
-        y = y.narrow(2 + i, first, n)
-    return y
 
 
 def _channels_last(x: Tensor, w: Tensor) -> bool:

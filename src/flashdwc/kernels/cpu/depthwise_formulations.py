@@ -38,9 +38,12 @@ Weight gradient, summed in float32 at least
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .. import reference
 from ..native import like_channels_last, symmetric
@@ -219,3 +222,35 @@ def _has_kernels(dtype: torch.dtype, w_size: Ints) -> bool:
     return dtype is torch.float32 or (
         dtype is torch.bfloat16 and _HAS_BFLOAT16_KERNELS and w_size[-1] < _HANGING_COLUMNS
     )
+
+
+class Taps(NamedTuple):
+    """Some rows and columns of a filter, with the padding that they leave."""
+
+    firsts: Ints
+    counts: Ints
+    padding: Ints
+
+    @staticmethod
+    def that_meet(size: Sequence[int], w_size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Taps | None:
+        """Those that meet more than padding; None where all do. Without them padding and dilation of thousands take as much memory."""
+        kernel, found = tuple(w_size[2:]), []
+        out = reference.conv_output_size(size[2:], kernel, stride, padding, dilation)
+        for i, (n, k, s, d, o) in enumerate(zip(size[2:], kernel, stride, dilation, out)):
+            low, high = padding[2 * i : 2 * i + 2]
+            first = max(0, min(-(-(low - (o - 1) * s) // d), low // d, k - 1))
+            last = max(first, k - 1 - high // d, min(k - 1, (n - 1 + low) // d))
+            found.append((first, last + 1 - first, low - first * d, high - (k - 1 - last) * d))
+        firsts, counts, lows, highs = zip(*found)
+        if counts == kernel or 0 in size:
+            return None
+        return Taps(firsts, counts, tuple(p for pair in zip(lows, highs) for p in pair))
+
+    def of(self, w: Tensor) -> Tensor:
+        return narrowed(w, self.counts, self.firsts)
+
+
+def narrowed(y: Tensor, size: Sequence[int], start: Sequence[int] = (0, 0, 0)) -> Tensor:
+    for i, (n, first) in enumerate(zip(size, start)):
+        y = y.narrow(2 + i, first, n)
+    return y
