@@ -60,7 +60,7 @@ def print_table(networks: Sequence[NetworkGain], digits: Digits, path: Path) -> 
     table.add_row("digits, test accuracy", f"{digits.stock.accuracy:.1%}", f"{digits.ours.accuracy:.1%}", "", "")
     console = console_module.Console()
     console.print(table)
-    console.print("contiguous (in brackets: the faster layout of each side); difference: of outputs, of losses")
+    console.print("contiguous; in brackets the faster layout of each side")
     console.print(f"report: {path}", soft_wrap=True, highlight=False)
 
 
