@@ -80,7 +80,7 @@ class Recorder:
 
 
 def check_impl(impl: str) -> str:
-    if not isinstance(impl, str) or impl not in IMPLEMENTATIONS:
+    if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     return config.impl if impl == "auto" else impl
 

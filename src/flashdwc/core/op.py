@@ -201,7 +201,11 @@ class Operator:
 
     def _plan(self, tensors: tuple, constants: tuple) -> Plan:
         key = self._key(tensors, constants)
-        return self._plans.get(key) or self._new_plan(key, tensors, constants)
+        try:
+            plan = self._plans.get(key)
+        except TypeError:  # what has no hash is no argument either: the checks say so
+            plan = None
+        return plan or self._new_plan(key, tensors, constants)
 
     def _key(self, tensors: tuple, constants: tuple) -> tuple:
         for t in tensors:

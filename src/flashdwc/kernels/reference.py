@@ -47,6 +47,15 @@ def conv_output_size(
     ]
 
 
+def taps_in_reach(size: int, out: int, k: int, s: int, d: int, p: int, u: int = 1) -> tuple[int, int]:
+    """First and last of the ``k`` taps that meet more than padding: output ``o`` and input ``i`` meet where ``o s + tap d - p == i u``.
+
+    No more of the first ones are left out than the padding ``p`` in front makes up for.
+    """
+    first = max(0, min(-(-(p - (out - 1) * s) // d), p // d, k - 1))
+    return first, max(first, min(k - 1, ((size - 1) * u + p) // d))
+
+
 def depthwise_conv(
     x: Tensor,  # [N, C, *spatial]
     w: Tensor,  # [C * m, 1, *kernel]

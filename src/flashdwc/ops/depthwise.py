@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..core.backend import Recorder, check_impl
 from ..core.op import autocast
 from ..kernels.native import output_format, pad
-from .depthwise_operators import check_tensors, forward, input_grad, weight_grad
+from .depthwise_operators import check_tensors, forward, input_grad, is_dense, weight_grad
 
 __all__ = [
     "depthwise_conv1d",
@@ -131,7 +130,7 @@ def _convolve(
         return handle_torch_function(function, (input,), input, weight, bias, stride, padding, dilation, **keywords)
     eager, as_it_came = not torch.compiler.is_compiling(), input
     _check_ranks(n, input, weight, bias)
-    if eager and any(t is not None and (t.layout is not torch.strided or t.is_nested) for t in (input, weight, bias)):
+    if eager and not (is_dense(input) and is_dense(weight) and (bias is None or is_dense(bias))):
         check_tensors("input", input, weight=weight, bias=bias)
     unbatched = input.dim() == n + 1
     if unbatched:
@@ -150,10 +149,6 @@ def _convolve(
     if n == 1:
         input, weight = _as_image(input), weight.unsqueeze(2)
         stride, padding, dilation = (1, *stride), (0, 0, *padding), (1, *dilation)
-    if not isinstance(impl, (str, Recorder)):
-        check_impl(impl)
-    if not isinstance(precision, (str, type(None))):
-        raise ValueError(f"precision: expected None, 'ieee' or 'tf32', got {precision!r}")
     constants = (stride, padding, dilation, precision or "auto", impl)
     y = forward(input, weight, bias, *constants)
     if recallable and eager and input is as_it_came:

@@ -30,11 +30,15 @@ PRECISIONS = ("auto", "ieee", "tf32")
 # --- what the arguments must be ----------------------------------------------------------------------------------------
 
 
+def is_dense(t: Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_nested
+
+
 def check_tensors(first: str, x: Tensor, **others: Tensor | None) -> None:
     for name, t in {first: x, **others}.items():
         if t is None:
             continue
-        if t.layout is not torch.strided or t.is_nested:
+        if not is_dense(t):
             raise TypeError(
                 f"{name}: expected a dense tensor, got {'a nested one' if t.is_nested else f'layout {t.layout}'}"
             )

@@ -15,12 +15,12 @@ from ..native import CONVOLUTIONS, own, pad, suggests_channels_last
 from .depthwise_formulations import (
     FORMULATIONS,
     Ints,
-    Taps,
     choose_forward,
     choose_input_grad,
     choose_weight_grad,
     enters_planar_kernel,
     narrowed,
+    taps_that_meet,
 )
 
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
@@ -48,7 +48,7 @@ def prepare_forward(
     x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints
 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """What :func:`forward` does with every ``x``, ``w`` and bias of these sizes, strides and types."""
-    if (taps := Taps.that_meet(x.shape, w.shape, stride, padding, dilation)) is not None:
+    if (taps := taps_that_meet(x.shape, w.shape, stride, padding, dilation)) is not None:
         smaller = prepare_forward(x, taps.of(w), stride, taps.padding, dilation)
         return lambda x, w, b: smaller(x, taps.of(w), b)
     plan = choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)
@@ -83,13 +83,13 @@ def _goes_to_onednn(x: Tensor, w: Tensor, stride: Ints, low: Ints, dilation: Int
 def describe_forward(
     x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, padding: Ints, dilation: Ints, *_: str
 ) -> str:
-    if (taps := Taps.that_meet(x.shape, w.shape, stride, padding, dilation)) is not None:
+    if (taps := taps_that_meet(x.shape, w.shape, stride, padding, dilation)) is not None:
         return describe_forward(x, taps.of(w), b, stride, taps.padding, dilation)
     return FORMULATIONS[choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)]
 
 
 def describe_input_grad(dy: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, *_: str) -> str:
-    if (taps := Taps.that_meet(size, w.shape, stride, padding, dilation)) is not None:
+    if (taps := taps_that_meet(size, w.shape, stride, padding, dilation)) is not None:
         return describe_input_grad(dy, taps.of(w), size, stride, taps.padding, dilation)
     return FORMULATIONS[choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)]
 
@@ -97,7 +97,7 @@ def describe_input_grad(dy: Tensor, w: Tensor, size: Ints, stride: Ints, padding
 def describe_weight_grad(
     dy: Tensor, x: Tensor, size: Ints, strides: Ints, stride: Ints, padding: Ints, dilation: Ints, *_: str
 ) -> str:
-    if (taps := Taps.that_meet(x.shape, size, stride, padding, dilation)) is not None:
+    if (taps := taps_that_meet(x.shape, size, stride, padding, dilation)) is not None:
         size, padding = (*size[:2], *taps.counts), taps.padding
     return FORMULATIONS[choose_weight_grad(x.dtype, x.shape, x.stride(), size, stride, padding, dilation)]
 
@@ -118,10 +118,10 @@ def prepare_input_grad(
     dy: Tensor, w: Tensor, input_size: Sequence[int], stride: Ints, padding: Ints, dilation: Ints
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """What :func:`input_grad` does with every ``dy`` and ``w`` of these sizes, strides and types."""
-    if (taps := Taps.that_meet(input_size, w.shape, stride, padding, dilation)) is not None:
-        smaller = prepare_input_grad(dy, taps.of(w), input_size, stride, taps.padding, dilation)
-        return lambda dy, w: smaller(dy, taps.of(w))
     size, channels_last = tuple(input_size), _channels_last(dy, w)
+    if (taps := taps_that_meet(size, w.shape, stride, padding, dilation)) is not None:
+        smaller = prepare_input_grad(dy, taps.of(w), size, stride, taps.padding, dilation)
+        return lambda dy, w: smaller(dy, taps.of(w))
     strides = _fresh_strides(size, channels_last)
     plan = choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)
     if plan == "torch":
@@ -171,7 +171,7 @@ def prepare_weight_grad(
     ``weight_stride``: of the result, whose elements lie as in a contiguous tensor.
     """
     size, strides, groups = tuple(weight_size), tuple(weight_stride), x.shape[1]
-    if (taps := Taps.that_meet(x.shape, size, stride, padding, dilation)) is not None:
+    if (taps := taps_that_meet(x.shape, size, stride, padding, dilation)) is not None:
         used = (*size[:2], *taps.counts)
         smaller = prepare_weight_grad(x, used, _fresh_strides(used, False), stride, taps.padding, dilation)
 

@@ -231,23 +231,24 @@ class Taps(NamedTuple):
     counts: Ints
     padding: Ints
 
-    @staticmethod
-    def that_meet(size: Sequence[int], w_size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Taps | None:
-        """Those that meet more than padding; None where all do. Without them padding and dilation of thousands take as much memory."""
-        kernel, found = tuple(w_size[2:]), []
-        out = reference.conv_output_size(size[2:], kernel, stride, padding, dilation)
-        for i, (n, k, s, d, o) in enumerate(zip(size[2:], kernel, stride, dilation, out)):
-            low, high = padding[2 * i : 2 * i + 2]
-            first = max(0, min(-(-(low - (o - 1) * s) // d), low // d, k - 1))
-            last = max(first, k - 1 - high // d, min(k - 1, (n - 1 + low) // d))
-            found.append((first, last + 1 - first, low - first * d, high - (k - 1 - last) * d))
-        firsts, counts, lows, highs = zip(*found)
-        if counts == kernel or 0 in size:
-            return None
-        return Taps(firsts, counts, tuple(p for pair in zip(lows, highs) for p in pair))
-
     def of(self, w: Tensor) -> Tensor:
         return narrowed(w, self.counts, self.firsts)
+
+
+@lru_cache(maxsize=4096)
+def taps_that_meet(size: Ints, w_size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Taps | None:
+    """Those that meet more than padding; None where all do. With the others padding and dilation of thousands take as much memory."""
+    kernel, found = tuple(w_size[2:]), []
+    out = reference.conv_output_size(size[2:], kernel, stride, padding, dilation)
+    for i, (n, k, s, d, o) in enumerate(zip(size[2:], kernel, stride, dilation, out)):
+        low, high = padding[2 * i : 2 * i + 2]
+        first, last = reference.taps_in_reach(n, o, k, s, d, low)
+        last = max(last, k - 1 - high // d)
+        found.append((first, last + 1 - first, low - first * d, high - (k - 1 - last) * d))
+    firsts, counts, lows, highs = zip(*found)
+    if counts == kernel or 0 in size:
+        return None
+    return Taps(firsts, counts, tuple(p for pair in zip(lows, highs) for p in pair))
 
 
 def narrowed(y: Tensor, size: Sequence[int], start: Sequence[int] = (0, 0, 0)) -> Tensor:

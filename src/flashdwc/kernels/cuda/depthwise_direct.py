@@ -157,16 +157,8 @@ def weight_grad_macros(problem: Problem, strip: Strip) -> dict[str, int]:
 def conv_macros(problem: Problem, strip: Strip, once: bool) -> dict[str, int]:
     """``once``: does a thread have one strip at most?"""
     v, h = problem.vertical, problem.horizontal
-    upsampling = {
-        "ONCE": once,
-        "UH": v.u,
-        "UW": h.u,
-        "PHASE_H": v.phase,
-        "PHASE_W": h.phase,
-        "FIRST_H": v.first,
-        "FIRST_W": h.first,
-    }
-    return {**_common_macros(problem, strip), **upsampling}
+    upsampling = {"UH": v.u, "UW": h.u, "PHASE_H": v.phase, "PHASE_W": h.phase, "FIRST_H": v.first, "FIRST_W": h.first}
+    return {**_common_macros(problem, strip), **upsampling, "ONCE": once}
 
 
 def _strip_grid(problem: Problem, strip: Strip) -> tuple[int, int, int, int]:

@@ -41,7 +41,7 @@ def conv_images(problem: Problem, shared_limit: int) -> Images | None:
     taps, outputs, reach, wide = problem.taps, problem.outputs, _reach(problem), max(_eighths(problem)) > 1
     many = outputs >= MANY_OUTPUTS
     if not problem.by_octets:
-        wins = taps >= 49 and (many or not wide) or (taps >= 25 and many and _busy(problem, images, 1))
+        wins = taps >= 49 and (many or not wide) or (taps >= 25 and many and _busy(problem, images))
     elif wide:
         wins = many and (taps >= 121 or (taps >= 49 and reach >= 15))
     else:
@@ -60,7 +60,7 @@ def weight_grad_images(problem: Problem, shared_limit: int) -> Images | None:
         if not wide:
             wins = taps >= 25 or (reach >= 7 and problem.by_octets)
         elif not problem.by_octets:
-            wins = taps >= 49 or (taps >= 25 and _busy(problem, images, -(-problem.vertical.k // images.height)))
+            wins = taps >= 49 or (taps >= 25 and _busy(problem, images))
     return images if wins else None
 
 
@@ -69,9 +69,18 @@ def _reach(problem: Problem) -> int:
     return min((axis.k - 1) * axis.d + 1 for axis in (problem.vertical, problem.horizontal))
 
 
-def _busy(problem: Problem, images: Images, height_groups: int) -> bool:
+def _height_groups(problem: Problem, height: int) -> int:
+    return -(-problem.vertical.k // height) if height else 1
+
+
+def _columns(problem: Problem, height: int) -> int:
+    """Blocks that have no sum in common."""
+    return problem.channels // CHANNELS * _height_groups(problem, height)
+
+
+def _busy(problem: Problem, images: Images) -> bool:
     """Do blocks leave few multiprocessors idle?"""
-    columns, places = problem.channels // CHANNELS * height_groups, images.resident * MULTIPROCESSORS
+    columns, places = _columns(problem, images.height), images.resident * MULTIPROCESSORS
     return max(1, places // columns) * columns / (-(-columns // places) * places) > 0.85
 
 
@@ -91,8 +100,8 @@ def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Images]:
     of_a_row = 4 * _eighths(problem)[1]  # registers
     parts = -(-problem.vertical.k * of_a_row // 112)
     height = -(-problem.vertical.k // parts)
-    columns = problem.channels // CHANNELS * -(-problem.vertical.k // height)  # blocks that have no sum in common
-    one_each = MULTIPROCESSORS // 2 < columns <= MULTIPROCESSORS  # so that no launch has to add parts of sums
+    # so that no launch has to add parts of sums
+    one_each = MULTIPROCESSORS // 2 < _columns(problem, height) <= MULTIPROCESSORS
     sets = [n for n in (3, 2) if one_each and problem.images > (2 * n - 1) * GROUP]
     choices = [Images(1, height, n) for n in sets] + [Images(resident, height) for resident in (4, 3, 2, 1)]
     return _fitting(problem, choices, height * of_a_row + 57, weight_grad_macros, shared_limit)
@@ -169,7 +178,7 @@ def plan_conv(
 ) -> Plan:
     """Forward or (``rotate``) input gradient: the plan takes the source, the weight and perhaps a bias."""
     macros, shared = conv_macros(problem, images)
-    blocks, _, numbers = _course(problem, images, 1, source.device)
+    blocks, _, numbers = _course(problem, images, source.device)
     shape = {"blocks": blocks, "threads": images.threads, "shared_bytes": shared}
     name = "depthwise_images"
     return conv_plan(name, problem, macros, numbers, source, result_size, memory_format, rotate, **shape)
@@ -177,16 +186,16 @@ def plan_conv(
 
 def plan_weight_grad(problem: Problem, images: Images, dy: Tensor, x: Tensor, weight_size, weight_stride) -> Plan:
     macros, shared = weight_grad_macros(problem, images)
-    height_groups = -(-problem.vertical.k // images.height)
-    blocks, splits, numbers = _course(problem, images, height_groups, x.device)
+    blocks, splits, numbers = _course(problem, images, x.device)
     shape = {"blocks": blocks, "threads": images.threads, "shared_bytes": shared}
     name = "depthwise_images_weight_grad"
-    return weight_grad_plan(name, macros, [*numbers, height_groups], splits, dy, x, weight_size, weight_stride, **shape)
+    numbers.append(_height_groups(problem, images.height))
+    return weight_grad_plan(name, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)
 
 
-def _course(problem: Problem, images: Images, height_groups: int, device: torch.device) -> tuple[int, int, list[int]]:
+def _course(problem: Problem, images: Images, device: torch.device) -> tuple[int, int, list[int]]:
     """All blocks, those that share the groups of some channels and filter rows, and the kernel's sizes."""
-    channel_blocks, groups = problem.channels // CHANNELS, -(-problem.images // GROUP)
-    share, splits = shares(device, groups, channel_blocks * height_groups, images.resident)
-    sizes = [problem.images, problem.channels, *conv_sizes(problem), channel_blocks, groups, share]
-    return channel_blocks * height_groups * splits, splits, sizes
+    columns, groups = _columns(problem, images.height), -(-problem.images // GROUP)
+    share, splits = shares(device, groups, columns, images.resident)
+    sizes = [problem.images, problem.channels, *conv_sizes(problem), problem.channels // CHANNELS, groups, share]
+    return columns * splits, splits, sizes

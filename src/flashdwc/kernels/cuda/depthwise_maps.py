@@ -16,10 +16,7 @@ from .depthwise_tensor_core import conv_plan, conv_sizes, weight_grad_plan
 from .depthwise_tiles import round_up
 
 # What follows was measured on an H200, over the layers of networks.
-ENOUGH_OUTPUTS, ENOUGH_WEIGHT_GRAD_OUTPUTS = (
-    60_000,
-    1_100_000,
-)  # below, what a block does at its start and end outweighs
+ENOUGH_OUTPUTS, ENOUGH_WEIGHT_GRAD_OUTPUTS = 60_000, 1_100_000  # below, a block's start and end outweigh
 SOME_OUTPUTS, MANY_OUTPUTS = 500_000, 2_000_000  # up to these threads take one or two rows of them, and one strip
 FEW_TAPS, MAX_TAPS, MAX_NARROW_TAPS = 9, 25, 49  # the last of maps of at most two strips across
 SHARED_BYTES = 64 * 1024  # so that three blocks share a multiprocessor

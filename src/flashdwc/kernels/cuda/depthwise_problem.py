@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference import conv_output_size
+from ..reference import conv_output_size, taps_in_reach
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,8 @@ class Axis:
     @property
     def reached(self) -> Axis:
         """Without the taps that meet nothing but padding."""
-        first = max(0, min(-(-(self.p - (self.out - 1) * self.s) // self.d), self.p // self.d, self.k - 1))
-        last = min(self.k - 1, ((self.size - 1) * self.u + self.p) // self.d)
-        k = max(1, last - first + 1)
-        return replace(self, k=k, p=self.p - first * self.d, skipped=first, whole=self.k)
+        first, last = taps_in_reach(self.size, self.out, self.k, self.s, self.d, self.p, self.u)
+        return replace(self, k=last - first + 1, p=self.p - first * self.d, skipped=first, whole=self.k)
 
     @property
     def phase(self) -> int:
