@@ -26,6 +26,8 @@ class Backend:
     is not covered, ``prefer_not`` why ``impl="auto"`` had better take a later backend (it is covered, but slower).
     ``plan`` specialises the backend to the arguments' metadata: the callable it returns serves every later call with the
     same metadata. ``describe`` names that specialisation; ``alternatives`` are all that could be tried in its place.
+    ``plan_for_autograd`` is a plan that autograd had better follow than our own function, as it and its gradients are
+    PyTorch's own anyway; None where there is none. It serves calls all of whose tensors ask for gradients.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Backend:
     prefer_not: Callable[..., str | None] = lambda *args: None
     describe: Callable[..., str] = lambda *args: ""
     alternatives: Callable[..., Alternatives | None] = lambda *args: None
+    plan_for_autograd: Callable[..., Plan | None] = lambda *args: None
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ _tracing_state = torch._C._get_tracing_state
 _any_autocast = torch._C._is_any_autocast_enabled
 _transforms_active = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # of ``torch.autograd.grad(is_grads_batched=True)``
 
 
@@ -48,6 +49,10 @@ def _differentiable(tensors: Sequence[Tensor | None]) -> bool | None:
             if t.requires_grad:
                 differentiable = True
     return differentiable
+
+
+def _all_differentiable(tensors: Sequence[Tensor | None]) -> bool:
+    return all(t is None or t.requires_grad for t in tensors)
 
 
 class Operator:
@@ -78,10 +83,10 @@ class Operator:
         self.tensors = tensors
         self.reference, self.backends, self.check, self.fake = reference, tuple(backends), check, fake
         self.cost, self.samples, self.gradients, self.casts = cost, samples, gradients, casts
-        self._plans: dict[tuple, Plan] = {}
-        # the last calls under a key: what tells tensors alike, constants, plan, whether one asks for a gradient, and whether
+        self._plans: dict[tuple, tuple[Plan, Plan | None]] = {}  # and the one that autograd had better follow
+        # the last calls under a key: what tells tensors alike, plan, constants where our gradient is asked for, and whether
         # the plan holds for aligned addresses only
-        self._calls: dict[tuple, tuple[tuple[Callable[..., bool], tuple, Plan, bool, bool], ...]] = {}
+        self._calls: dict[tuple, tuple[tuple[Callable[..., bool], Plan, tuple | None, bool], ...]] = {}
         self._function, self._transformable = _autograd_functions(self, setup_context, backward, jvp, vmap)
         self._registered = self._register(schema, setup_context, backward, vmap)
 
@@ -89,7 +94,7 @@ class Operator:
         if torch.compiler.is_compiling():
             return self._compiled(*args)
         tensors, constants = args[: self.tensors], args[self.tensors :]
-        y = self._recall(constants, tensors)
+        y = self.recall(constants, *tensors)
         if y is None:
             y = self._call(tensors, constants, args)
             self.remember(constants, tensors, constants)
@@ -107,32 +112,34 @@ class Operator:
         function = self._recorded if differentiable and _grad_enabled() else self.run
         return self._past_autocast(function, args) if _any_autocast() else function(*args)
 
-    def recall(self, key: tuple, tensors: tuple) -> Tensor | None:
-        """The result of a call that is like one of :meth:`remember`'s under that key; None where it is not."""
-        return None if torch.compiler.is_compiling() else self._recall(key, tensors)
+    def recall(self, key: tuple, first: Tensor, second: Tensor, third: Tensor | None = None) -> Tensor | None:
+        """The result of a call that is like one of :meth:`remember`'s under that key; None where it is not.
 
-    def _recall(self, key: tuple, tensors: tuple) -> Tensor | None:
-        # All in one piece: what the host has to load for each function costs a small layer more than what the function does.
+        All in one piece and by position: what the host has to load for each function and tuple costs a small layer more
+        than what they do.
+        """
+        if _is_compiling():
+            return None
         try:
             calls = self._calls.get(key)
         except TypeError:  # lists have no hash
             return None
         if calls is None or forward_ad._current_level >= 0 or _dispatch_modes():  # the guards miss PyTorch's own modes
             return None
-        if getattr(tensors[0], "is_nested", True):  # no tensor, or one whose strides the guards must not ask for
+        if getattr(first, "is_nested", True):  # no tensor, or one whose strides the guards must not ask for
             return None
-        present = tensors if tensors[-1] is not None else tensors[:-1]
-        for alike, constants, plan, differentiable, by_address in calls:
+        for alike, plan, constants, by_address in calls:
             try:
-                same = alike(*present)
+                same = alike(first, second) if third is None else alike(first, second, third)
             except TypeError:  # one is no tensor
                 return None
             if same:
-                if by_address and (tensors[0].data_ptr() | tensors[1].data_ptr()) & 15:
+                if by_address and (first.data_ptr() | second.data_ptr()) & 15:
                     return None
-                if differentiable and _grad_enabled():
-                    return self._function(*tensors, constants, plan)
-                return plan(*tensors)
+                if constants is None or not _grad_enabled():
+                    return plan(first, second, third) if self.tensors == 3 else plan(first, second)
+                tensors = (first, second, third) if self.tensors == 3 else (first, second)
+                return self._function(*tensors, constants, plan)
         return None
 
     def remember(self, key: tuple, tensors: tuple, constants: tuple) -> None:
@@ -152,19 +159,26 @@ class Operator:
         if by_address and (tensors[0].data_ptr() | tensors[1].data_ptr()) & 15:
             return
         with suppress(TypeError):  # lists have no hash
-            plan = self._plans.get(self._key(tensors, constants))
-            if plan is None:
+            found = self._plans.get(self._key(tensors, constants))
+            if found is None:
                 return
+            plan, followed = found
+            recorded = constants if differentiable else None
+            if followed is not None and _all_differentiable(tensors):
+                plan, recorded = followed, None
             present = [t for t in tensors if t is not None]
             alike = guards.TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[attr-defined]
             if len(self._calls) >= MAX_PLANS:
                 self._calls.clear()
             others = self._calls.get(key, ())[: MAX_CALLS - 1]
-            self._calls[key] = ((alike, constants, plan, differentiable, by_address), *others)
+            self._calls[key] = ((alike, plan, recorded, by_address), *others)
 
     def _recorded(self, *args: Any) -> Tensor:
         tensors, constants = args[: self.tensors], args[self.tensors :]
-        return self._function(*tensors, constants, self._plan(tensors, constants))
+        plan, followed = self._plan(tensors, constants)
+        if followed is not None and _all_differentiable(tensors):
+            return followed(*tensors)
+        return self._function(*tensors, constants, plan)
 
     def _compiled(self, *args: Any) -> Tensor:
         # ONNX knows PyTorch's own operators only, and they alone carry tangents through a compiled graph
@@ -193,13 +207,13 @@ class Operator:
         if torch.compiler.is_compiling():  # a graph that broke on the way here: plans may take what has no fake
             return self._decomposed(*args)
         tensors = args[: self.tensors]
-        return self._plan(tensors, args[self.tensors :])(*tensors)
+        return self._plan(tensors, args[self.tensors :])[0](*tensors)
 
     def prepare(self, *args: Any) -> None:
         """Makes the plan for these arguments' metadata, compiles its kernels, and runs nothing."""
         self._plan(args[: self.tensors], args[self.tensors :])
 
-    def _plan(self, tensors: tuple, constants: tuple) -> Plan:
+    def _plan(self, tensors: tuple, constants: tuple) -> tuple[Plan, Plan | None]:
         key = self._key(tensors, constants)
         try:
             plan = self._plans.get(key)
@@ -213,10 +227,11 @@ class Operator:
             constants += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
         return constants
 
-    def _new_plan(self, key: tuple, tensors: tuple, constants: tuple) -> Plan:
+    def _new_plan(self, key: tuple, tensors: tuple, constants: tuple) -> tuple[Plan, Plan | None]:
         args = tensors + constants
         self.check(*args)
-        plan = choose(self.name, self.backends, args, args[-1]).plan(*args)
+        backend = choose(self.name, self.backends, args, args[-1])
+        plan = backend.plan(*args), backend.plan_for_autograd(*args)
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         self._plans[key] = plan

@@ -119,10 +119,8 @@ def _check_ranks(n: int, input: Any, weight: Any, bias: Any) -> None:
     raise ValueError(f"input: expected {expected}, got shape {tuple(input.shape)}")
 
 
-def _convolve(
-    input: Tensor, weight: Tensor, bias: Tensor | None, options: tuple, *, recallable: bool = False
-) -> Tensor:
-    """``options``: dimensions, stride, padding, dilation, padding mode, precision, impl; ``recallable``: by these arguments."""
+def _convolve(input: Tensor, weight: Tensor, bias: Tensor | None, options: tuple, key: tuple | None = None) -> Tensor:
+    """``options``: dimensions, stride, padding, dilation, padding mode, precision, impl; ``key``: to remember the call by."""
     n, stride, padding, dilation, mode, precision, impl = options
     if not isinstance(input, Tensor) and has_torch_function((input,)):  # a proxy of torch.fx
         function = {1: depthwise_conv1d, 2: depthwise_conv2d, 3: depthwise_conv3d}[n]
@@ -151,8 +149,8 @@ def _convolve(
         stride, padding, dilation = (1, *stride), (0, 0, *padding), (1, *dilation)
     constants = (stride, padding, dilation, precision or "auto", impl)
     y = forward(input, weight, bias, *constants)
-    if recallable and eager and input is as_it_came:
-        forward.remember((id(weight), id(bias), options), (input, weight, bias), constants)
+    if key is not None and eager and input is as_it_came:
+        forward.remember(key, (input, weight, bias), constants)
     if n == 1:
         y = _without_dimension(y, 2)
     return _without_dimension(y, 0) if unbatched else y
@@ -217,9 +215,9 @@ def depthwise_conv2d(
 
     Source: depthwise convolution as in Howard et al., MobileNets (2017); large kernels on GPUs after Flash-DWC (ACM TACO).
     """
-    options = (2, stride, padding, dilation, padding_mode, precision, impl)
-    y = forward.recall((id(weight), id(bias), options), (input, weight, bias))
-    return _convolve(input, weight, bias, options, recallable=True) if y is None else y
+    key = (2, stride, padding, dilation, padding_mode, precision, impl, id(weight), id(bias))
+    y = forward.recall(key, input, weight, bias)
+    return _convolve(input, weight, bias, key[:7], key) if y is None else y
 
 
 def depthwise_conv1d(
@@ -267,9 +265,9 @@ def depthwise_conv3d(
     impl: str = "auto",
 ) -> Tensor:  # [N, C * m, D', H', W']
     """As :func:`depthwise_conv2d`, in three dimensions: ``F.conv3d(..., groups=C)``."""
-    options = (3, stride, padding, dilation, padding_mode, precision, impl)
-    y = forward.recall((id(weight), id(bias), options), (input, weight, bias))
-    return _convolve(input, weight, bias, options, recallable=True) if y is None else y
+    key = (3, stride, padding, dilation, padding_mode, precision, impl, id(weight), id(bias))
+    y = forward.recall(key, input, weight, bias)
+    return _convolve(input, weight, bias, key[:7], key) if y is None else y
 
 
 def depthwise_conv_transpose2d(

@@ -18,6 +18,7 @@ from ..core.backend import Backend, Cost, Plan
 from ..core.op import Operator
 from ..kernels import native, reference
 from ..kernels.cpu import depthwise as cpu
+from ..kernels.cpu import depthwise_formulations as formulations
 from ..kernels.cpu.memory import keep_temporaries
 from ..kernels.cuda import depthwise as cuda
 from ..kernels.native import output_format
@@ -281,7 +282,11 @@ def _vmap_weight_grad(
 # --- the CPU backend ---------------------------------------------------------------------------------------------------
 
 
-def _on_cpu(plan: Callable[..., Plan], describe: Callable[..., str]) -> Backend:
+def _on_cpu(
+    plan: Callable[..., Plan],
+    describe: Callable[..., str],
+    plan_for_autograd: Callable[..., Plan | None] = lambda *args: None,
+) -> Backend:
     def why_not(x: Tensor, *_: Any) -> str | None:
         return None if x.device.type == "cpu" else f"the tensors are on {x.device}"
 
@@ -289,11 +294,15 @@ def _on_cpu(plan: Callable[..., Plan], describe: Callable[..., str]) -> Backend:
         keep_temporaries()
         return plan(*args)
 
-    return Backend("cpu", why_not, plan_with_memory, describe=describe)
+    return Backend("cpu", why_not, plan_with_memory, describe=describe, plan_for_autograd=plan_for_autograd)
 
 
 def _plan_forward_on_cpu(x, w, b, stride, padding, dilation, *_: Any) -> Plan:
     return cpu.prepare_forward(x, w, stride, padding, dilation)
+
+
+def _plan_forward_for_autograd(x, w, b, stride, padding, dilation, *_: Any) -> Plan | None:
+    return cpu.prepare_forward_for_autograd(x, w, stride, padding, dilation)
 
 
 def _plan_input_grad_on_cpu(dy, w, input_size, stride, padding, dilation, *_: Any) -> Plan:
@@ -374,7 +383,11 @@ forward: Operator = Operator(
     f"depthwise_conv(Tensor x, Tensor w, Tensor? b, {_GEOMETRY}) -> Tensor",
     tensors=3,
     reference=reference.depthwise_conv,
-    backends=(cuda.forward, _on_cpu(_plan_forward_on_cpu, cpu.describe_forward), native.forward),
+    backends=(
+        cuda.forward,
+        _on_cpu(_plan_forward_on_cpu, formulations.describe_forward, _plan_forward_for_autograd),
+        native.forward,
+    ),
     check=_check_forward,
     fake=_fake_forward,
     setup_context=_save,
@@ -391,7 +404,7 @@ input_grad: Operator = Operator(
     f"depthwise_conv_input_grad(Tensor dy, Tensor w, SymInt[] input_size, {_GEOMETRY}) -> Tensor",
     tensors=2,
     reference=reference.depthwise_conv_input_grad,
-    backends=(cuda.input_grad, _on_cpu(_plan_input_grad_on_cpu, cpu.describe_input_grad), native.input_grad),
+    backends=(cuda.input_grad, _on_cpu(_plan_input_grad_on_cpu, formulations.describe_input_grad), native.input_grad),
     check=_check_input_grad,
     fake=_fake_input_grad,
     setup_context=_save,
@@ -406,7 +419,11 @@ weight_grad: Operator = Operator(
     f"depthwise_conv_weight_grad(Tensor dy, Tensor x, SymInt[] weight_size, SymInt[] weight_stride, {_GEOMETRY}) -> Tensor",
     tensors=2,
     reference=reference.depthwise_conv_weight_grad,
-    backends=(cuda.weight_grad, _on_cpu(_plan_weight_grad_on_cpu, cpu.describe_weight_grad), native.weight_grad),
+    backends=(
+        cuda.weight_grad,
+        _on_cpu(_plan_weight_grad_on_cpu, formulations.describe_weight_grad),
+        native.weight_grad,
+    ),
     check=_check_weight_grad,
     fake=_fake_weight_grad,
     setup_context=_save,

@@ -11,19 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..native import CONVOLUTIONS, own, pad, suggests_channels_last
+from ..native import CHANNELS_LAST, CONVOLUTIONS, own, pad
 from .depthwise_formulations import (
-    FORMULATIONS,
     Ints,
+    are_all_pytorchs_own,
     choose_forward,
     choose_input_grad,
     choose_weight_grad,
     enters_planar_kernel,
+    fresh_strides,
+    in_channels_last,
     narrowed,
     taps_that_meet,
 )
 
-_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 _GRADIENT_CHANNELS = 384  # in one weight gradient convolution: wider rows miss the cache, narrower ones cost more calls
 _PIECE_BYTES = 1 << 19  # of a piece that is copied
 _PIXEL_CHANNELS = 32  # in such a piece, or a multiple
@@ -53,7 +54,7 @@ def prepare_forward(
         return lambda x, w, b: smaller(x, taps.of(w), b)
     plan = choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)
     convolution, low, groups = CONVOLUTIONS[len(stride)], padding[::2], x.shape[1]
-    channels_last = _channels_last(x, w)
+    channels_last = in_channels_last(x, w)
     if plan == "direct":
         if _goes_to_onednn(
             x, w, stride, low, dilation, channels_last
@@ -67,7 +68,32 @@ def prepare_forward(
         return lambda x, w, b: convolution(x, w, b, stride, low, dilation, groups)
     if plan == "pixel":
         return _plan_on_pixels(x, w, stride, low)
+    if plan == "guarded":
+        out = reference.conv_output_size(x.shape[2:], w.shape[2:], stride, padding, dilation)
+        strides = fresh_strides((x.shape[0], w.shape[0], *out), channels_last)
+
+        def guarded(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+            if _is_finite(w):
+                y = convolution(x, w, b, stride, low, dilation, groups)
+            else:
+                y = _sum_over_taps(x, w, b, stride, padding, dilation)
+            return y if y.stride() == strides else own(_in_format(y, channels_last))
+
+        return guarded
     return lambda x, w, b: own(_in_format(_forward_by(plan, x, w, b, stride, padding, dilation), channels_last))
+
+
+def prepare_forward_for_autograd(
+    x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+    """:func:`prepare_forward` where autograd had better follow PyTorch's convolution: a function of Python in its graph would
+    cost small layers a third of their time."""
+    if w.stride() != fresh_strides(w.shape, False) or not are_all_pytorchs_own(x, w, stride, padding, dilation):
+        return None
+    run = prepare_forward(x, w, stride, padding, dilation)
+    if not in_channels_last(x, w):
+        return run
+    return lambda x, w, b: run(x, w.view_as(w), b)  # its gradient then has the strides of w to the letter
 
 
 def _goes_to_onednn(x: Tensor, w: Tensor, stride: Ints, low: Ints, dilation: Ints, channels_last: bool) -> bool:
@@ -75,31 +101,9 @@ def _goes_to_onednn(x: Tensor, w: Tensor, stride: Ints, low: Ints, dilation: Int
     chosen = torch._C._select_conv_backend(
         x, w, None, stride, low, dilation, False, [0] * len(stride), x.shape[1], None
     )
-    fmt = _CHANNELS_LAST[len(stride)] if channels_last else torch.contiguous_format
+    fmt = CHANNELS_LAST[x.dim()] if channels_last else torch.contiguous_format
     as_they_are = x.is_contiguous(memory_format=fmt) and w.is_contiguous(memory_format=fmt)
     return as_they_are and chosen == torch._C._ConvBackend.Mkldnn  # type: ignore[attr-defined]
-
-
-def describe_forward(
-    x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, padding: Ints, dilation: Ints, *_: str
-) -> str:
-    if (taps := taps_that_meet(x.shape, w.shape, stride, padding, dilation)) is not None:
-        return describe_forward(x, taps.of(w), b, stride, taps.padding, dilation)
-    return FORMULATIONS[choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)]
-
-
-def describe_input_grad(dy: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, *_: str) -> str:
-    if (taps := taps_that_meet(size, w.shape, stride, padding, dilation)) is not None:
-        return describe_input_grad(dy, taps.of(w), size, stride, taps.padding, dilation)
-    return FORMULATIONS[choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)]
-
-
-def describe_weight_grad(
-    dy: Tensor, x: Tensor, size: Ints, strides: Ints, stride: Ints, padding: Ints, dilation: Ints, *_: str
-) -> str:
-    if (taps := taps_that_meet(x.shape, size, stride, padding, dilation)) is not None:
-        size, padding = (*size[:2], *taps.counts), taps.padding
-    return FORMULATIONS[choose_weight_grad(x.dtype, x.shape, x.stride(), size, stride, padding, dilation)]
 
 
 def input_grad(
@@ -118,11 +122,11 @@ def prepare_input_grad(
     dy: Tensor, w: Tensor, input_size: Sequence[int], stride: Ints, padding: Ints, dilation: Ints
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """What :func:`input_grad` does with every ``dy`` and ``w`` of these sizes, strides and types."""
-    size, channels_last = tuple(input_size), _channels_last(dy, w)
+    size, channels_last = tuple(input_size), in_channels_last(dy, w)
     if (taps := taps_that_meet(size, w.shape, stride, padding, dilation)) is not None:
         smaller = prepare_input_grad(dy, taps.of(w), size, stride, taps.padding, dilation)
         return lambda dy, w: smaller(dy, taps.of(w))
-    strides = _fresh_strides(size, channels_last)
+    strides = fresh_strides(size, channels_last)
     plan = choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)
     if plan == "torch":
         low, beyond, crop = _transposed_geometry(size, w.shape, stride, padding, dilation)
@@ -160,7 +164,7 @@ def weight_grad(
 ) -> Tensor:  # weight_size, contiguous
     """Gradient of :func:`forward` in ``w``, summed in float32 at least; a tap that meets only padding gets zero."""
     size = tuple(weight_size)
-    return prepare_weight_grad(x, size, _fresh_strides(size, False), stride, padding, dilation)(dy, x)
+    return prepare_weight_grad(x, size, fresh_strides(size, False), stride, padding, dilation)(dy, x)
 
 
 def prepare_weight_grad(
@@ -173,7 +177,7 @@ def prepare_weight_grad(
     size, strides, groups = tuple(weight_size), tuple(weight_stride), x.shape[1]
     if (taps := taps_that_meet(x.shape, size, stride, padding, dilation)) is not None:
         used = (*size[:2], *taps.counts)
-        smaller = prepare_weight_grad(x, used, _fresh_strides(used, False), stride, taps.padding, dilation)
+        smaller = prepare_weight_grad(x, used, fresh_strides(used, False), stride, taps.padding, dilation)
 
         def among_zeros(dy: Tensor, x: Tensor) -> Tensor:
             dw = dy.new_zeros(size)
@@ -209,7 +213,7 @@ def prepare_weight_grad(
 def _forward_by(
     plan: str, x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, padding: Ints, dilation: Ints
 ) -> Tensor:
-    rank, channels, low = len(stride), x.shape[1], padding[::2]
+    channels, low = x.shape[1], padding[::2]
     if plan == "transposed":
         beyond = [k - 1 - p for k, p in zip(w.shape[2:], low)]
         apart = (
@@ -235,13 +239,20 @@ def _forward_by(
         skip = [max(0, -(-(high - low) // s)) for low, high, s in zip(low, padding[1::2], stride)]
         both = tuple(low + q * s for low, q, s in zip(low, skip, stride) for _ in range(2))
         return narrowed(forward(x, w, b, stride, both, dilation), size, skip)
-    if not math.isfinite(w.sum(dtype=torch.promote_types(w.dtype, torch.float32)).item()):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        b = None if b is None else b.to(wide)
-        return reference.depthwise_conv(x.to(wide), w.to(wide), b, stride, padding, dilation).to(x.dtype)
-    if plan == "dilation phases":
+    assert plan == "dilation phases", plan
+    if _is_finite(w):
         return _forward_in_phases(x, w, b, low, dilation, size)
-    return CONVOLUTIONS[rank](x, w, b, stride, low, dilation, channels)
+    return _sum_over_taps(x, w, b, stride, padding, dilation)
+
+
+def _is_finite(w: Tensor) -> bool:
+    return math.isfinite(w.sum(dtype=torch.promote_types(w.dtype, torch.float32)).item())
+
+
+def _sum_over_taps(x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    operands = x.to(wide), w.to(wide), None if b is None else b.to(wide)
+    return reference.depthwise_conv(*operands, stride, padding, dilation).to(x.dtype)
 
 
 def _plan_on_pixels(x: Tensor, w: Tensor, stride: Ints, low: Ints) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
@@ -461,22 +472,12 @@ def _smaller_sides(padding: Ints) -> Ints:
     return tuple(map(min, padding[::2], padding[1::2]))
 
 
-def _channels_last(x: Tensor, w: Tensor) -> bool:
-    return suggests_channels_last(x) or suggests_channels_last(w)
-
-
 def _in_format(y: Tensor, channels_last: bool) -> Tensor:
     """Dense in the format, with a fresh tensor's strides, also where a dimension of 1 leaves them free."""
-    strides = _fresh_strides(y.shape, channels_last)
+    strides = fresh_strides(y.shape, channels_last)
     if y.stride() == strides:
         return y
-    fmt = _CHANNELS_LAST[y.dim() - 2] if channels_last else torch.contiguous_format
+    fmt = CHANNELS_LAST[y.dim()] if channels_last else torch.contiguous_format
     if not y.is_contiguous(memory_format=fmt):
         y = y.contiguous(memory_format=fmt)
     return y.as_strided(y.shape, strides)
-
-
-@lru_cache(maxsize=4096)
-def _fresh_strides(size: Ints, channels_last: bool) -> Ints:
-    fmt = _CHANNELS_LAST[len(size) - 2] if channels_last else torch.contiguous_format
-    return torch.empty(size, device="meta", memory_format=fmt).stride()

@@ -13,7 +13,7 @@ by stored zeros, which makes NaN: the doors decide the values that such weights 
 Forward
   inside a door                       PyTorch's convolution as it is
   contiguous, wide padding            AVX-512: the pixel kernel on a channels_last copy; AVX2: the transposed convolution
-  channels_last, where pixels are     the transposed convolution by the rotated filter: AVX-512: 12 or 13 columns; AVX2: 5 or
+  channels_last, where pixels are     the transposed convolution by the rotated filter: AVX-512: 12 or 13 columns; AVX2: 7 or
   slower                              more on maps that are large against them
   dilation outside the planar door    an undilated convolution of the interleaved sub-maps, folded into the batch
   one channel                         no kernel is depthwise for it: the batch becomes the channels
@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..native import like_channels_last, symmetric
+from ..native import CHANNELS_LAST, like_channels_last, suggests_channels_last, symmetric
 
 Ints = tuple[int, ...]
 
@@ -67,7 +67,7 @@ _FEW_COLUMNS, _NARROW_PADDING = 7, 4  # of a map in channels_last: the planar ke
 _SMALL_MAP = 14  # rows or columns: on smaller maps the detours cost more than they save
 _WORTH_ROTATING = 10_000_000  # products; the same for rotating the filter
 _RATHER_FEW_TAPS, _FEW_TAPS, _VERY_FEW_TAPS = 49, 25, 15  # for which PyTorch's weight gradient is good
-_FEW_CHANNELS, _SMALL_INPUT = 64, 10_000  # of all samples together; elements
+_FEW_CHANNELS, _SMALL_INPUT, _MEDIUM_INPUT = 64, 10_000, 400_000  # of all samples together; elements
 
 # What the plans do, for `explain`; the comment on top says where each applies.
 FORMULATIONS = {
@@ -130,7 +130,8 @@ def choose_forward(
         return "float32"
     if not dilated:
         return "transposed" if transposable and _REGISTER_BLOCK == 4 else "pixel"
-    return "dilation phases" if max(stride) == 1 else "guarded"
+    few = not channels_last and math.prod(kernel) <= _VERY_FEW_TAPS and math.prod(size) <= _MEDIUM_INPUT
+    return "dilation phases" if max(stride) == 1 and not few else "guarded"
 
 
 @lru_cache(maxsize=4096)
@@ -161,7 +162,7 @@ def choose_input_grad(
     columns, channels_last = w_size[-1], like_channels_last(dy_size, dy_strides)
     if _REGISTER_BLOCK == 4:
         small, inside = min(size[2:]) <= _SMALL_MAP, max(columns - 1 - p for p in padding[2:]) <= _REGISTER_BLOCK
-        return "rotated" if (small and columns > 10 if channels_last else inside) else "torch"
+        return "rotated" if (small and columns > 10 if channels_last else inside and columns > 3) else "torch"
     products = math.prod(size) * math.prod(map(min, size[2:], w_size[2:]))
     map_side, beyond = min(size[2:]), columns - 1 - padding[-1]
     if channels_last or beyond > _REGISTER_BLOCK:  # the pixel kernel, on a copy where the layout is contiguous
@@ -192,7 +193,8 @@ def choose_weight_grad(
     few_taps = _VERY_FEW_TAPS if planar else _RATHER_FEW_TAPS if idle else _FEW_TAPS
     if len(stride) == 3 or math.prod(w_size[2:]) > few_taps:
         return "convolution"
-    if planar and not in_its_kernel and math.prod(size) > _SMALL_INPUT:
+    foreign = max(dilation) > 1 or (planar and not in_its_kernel and not idle)
+    if foreign and math.prod(size) > _SMALL_INPUT:
         return "convolution"
     if dtype is torch.float32:
         return "torch"
@@ -200,6 +202,52 @@ def choose_weight_grad(
         return "convolution"
     # oneDNN's strided bfloat16 kernel reads past narrow maps
     return "torch" if _has_kernels(dtype, w_size) and max(stride) == 1 else "float32"
+
+
+def are_all_pytorchs_own(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> bool:
+    """Whether the convolution and both its gradients are PyTorch's, as they are."""
+    size, w_size, steps = x.shape, w.shape, (stride, padding, dilation)
+    if x.dtype is not torch.float32 or taps_that_meet(size, w_size, *steps) is not None:
+        return False
+    out = (size[0], w_size[0], *reference.conv_output_size(size[2:], w_size[2:], *steps))
+    dy_strides = fresh_strides(out, in_channels_last(x, w))
+    return (
+        choose_forward(x.dtype, size, x.stride(), w_size, w.stride(), *steps) == "direct"
+        and choose_input_grad(x.dtype, size, out, dy_strides, w_size, *steps) == "torch"
+        and choose_weight_grad(x.dtype, size, x.stride(), w_size, *steps) == "torch"
+    )
+
+
+def describe_forward(
+    x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, padding: Ints, dilation: Ints, *_: str
+) -> str:
+    if (taps := taps_that_meet(x.shape, w.shape, stride, padding, dilation)) is not None:
+        return describe_forward(x, taps.of(w), b, stride, taps.padding, dilation)
+    return FORMULATIONS[choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)]
+
+
+def describe_input_grad(dy: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, *_: str) -> str:
+    if (taps := taps_that_meet(size, w.shape, stride, padding, dilation)) is not None:
+        return describe_input_grad(dy, taps.of(w), size, stride, taps.padding, dilation)
+    return FORMULATIONS[choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)]
+
+
+def describe_weight_grad(
+    dy: Tensor, x: Tensor, size: Ints, strides: Ints, stride: Ints, padding: Ints, dilation: Ints, *_: str
+) -> str:
+    if (taps := taps_that_meet(x.shape, size, stride, padding, dilation)) is not None:
+        size, padding = (*size[:2], *taps.counts), taps.padding
+    return FORMULATIONS[choose_weight_grad(x.dtype, x.shape, x.stride(), size, stride, padding, dilation)]
+
+
+def in_channels_last(x: Tensor, w: Tensor) -> bool:
+    return suggests_channels_last(x) or suggests_channels_last(w)
+
+
+@lru_cache(maxsize=4096)
+def fresh_strides(size: Ints, channels_last: bool) -> Ints:
+    fmt = CHANNELS_LAST[len(size)] if channels_last else torch.contiguous_format
+    return torch.empty(size, device="meta", memory_format=fmt).stride()
 
 
 def enters_planar_kernel(padding: int, columns: int) -> bool:
@@ -210,7 +258,7 @@ def enters_planar_kernel(padding: int, columns: int) -> bool:
 def _pixels_are_slower(columns: int, map_side: int) -> bool:
     """Than the transposed convolution, for channels_last."""
     if _REGISTER_BLOCK == 4:
-        return 5 <= columns and map_side >= max(28, 1.8 * columns)
+        return 7 <= columns and map_side >= max(28, 1.8 * columns)
     return columns in _SLOWEST_PIXEL_COLUMNS and map_side >= _SMALL_MAP
 
 
@@ -237,7 +285,8 @@ class Taps(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def taps_that_meet(size: Ints, w_size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Taps | None:
-    """Those that meet more than padding; None where all do. With the others padding and dilation of thousands take as much memory."""
+    """Those that meet more than padding; None where half of all do. With the others padding and dilation of thousands take as
+    much memory."""
     kernel, found = tuple(w_size[2:]), []
     out = reference.conv_output_size(size[2:], kernel, stride, padding, dilation)
     for i, (n, k, s, d, o) in enumerate(zip(size[2:], kernel, stride, dilation, out)):
@@ -246,7 +295,7 @@ def taps_that_meet(size: Ints, w_size: Ints, stride: Ints, padding: Ints, dilati
         last = max(last, k - 1 - high // d)
         found.append((first, last + 1 - first, low - first * d, high - (k - 1 - last) * d))
     firsts, counts, lows, highs = zip(*found)
-    if counts == kernel or 0 in size:
+    if 2 * math.prod(counts) > math.prod(kernel) or 0 in size:
         return None
     return Taps(firsts, counts, tuple(p for pair in zip(lows, highs) for p in pair))
 

@@ -7,12 +7,12 @@
 __device__ __forceinline__ int source_channel(int channel, int part) { return (channel * SUM + part) / SPREAD; }
 
 // A tap of a filter in the order in which outputs meet it. Of WHOLE_KH x WHOLE_KW taps, KH x KW are used: the others, SKIPPED_KH rows and
-// SKIPPED_KW columns of them in front, meet nothing but padding.
+// SKIPPED_KW columns of them in front, meet nothing but padding. In memory rows follow each other or, SWAPPED, columns.
+constexpr int NEXT_TAP = (ROTATE ? -1 : 1) * (SWAPPED ? WHOLE_KH : 1), NEXT_TAP_ROW = (ROTATE ? -1 : 1) * (SWAPPED ? 1 : WHOLE_KW);
 template <class Params> __device__ __forceinline__ const u16* first_tap(const Params& p, int channel, int part) {
-  constexpr int taps = WHOLE_KH * WHOLE_KW, tap = SKIPPED_KH * WHOLE_KW + SKIPPED_KW;
-  return p.weight + i64(channel * SUM + part) * taps + (ROTATE ? taps - 1 - tap : tap);
+  constexpr int taps = WHOLE_KH * WHOLE_KW, first = SKIPPED_KH * NEXT_TAP_ROW + SKIPPED_KW * NEXT_TAP;
+  return p.weight + i64(channel * SUM + part) * taps + (ROTATE ? taps - 1 + first : first);
 }
-constexpr int NEXT_TAP = ROTATE ? -1 : 1, NEXT_TAP_ROW = NEXT_TAP * WHOLE_KW;
 
 template <class Params> __device__ __forceinline__ u16 filter_element(const Params& p, int channel, int part, int k) {
   return first_tap(p, channel, part)[k / KW * NEXT_TAP_ROW + k % KW * NEXT_TAP];

@@ -170,7 +170,7 @@ def _pose_weight_grad(dy: Tensor, x: Tensor, weight_size, weight_stride, stride,
 
 
 def _plan_forward(way: Way | None, problem: Problem, x: Tensor, w: Tensor, *_: Any) -> Plan:
-    size = (problem.images, problem.channels, problem.vertical.out, problem.horizontal.out)
+    size = problem.in_order((problem.images, problem.channels, problem.vertical.out, problem.horizontal.out))
     return _plan_conv(way, problem, x, size, output_format(x, w), False)
 
 

@@ -202,4 +202,4 @@ def plan_weight_grad(problem: Problem, strip: Strip, dy: Tensor, x: Tensor, weig
     macros = weight_grad_macros(problem, strip)
     shape = {"blocks": columns * splits, "threads": strip.threads}
     kernel = "depthwise_direct_weight_grad"
-    return weight_grad_plan(kernel, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)
+    return weight_grad_plan(kernel, problem, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)

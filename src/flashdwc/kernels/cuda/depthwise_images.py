@@ -190,7 +190,7 @@ def plan_weight_grad(problem: Problem, images: Images, dy: Tensor, x: Tensor, we
     shape = {"blocks": blocks, "threads": images.threads, "shared_bytes": shared}
     name = "depthwise_images_weight_grad"
     numbers.append(_height_groups(problem, images.height))
-    return weight_grad_plan(name, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)
+    return weight_grad_plan(name, problem, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)
 
 
 def _course(problem: Problem, images: Images, device: torch.device) -> tuple[int, int, list[int]]:

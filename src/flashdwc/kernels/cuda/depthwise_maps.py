@@ -276,4 +276,4 @@ def plan_weight_grad(problem: Problem, maps: Maps, dy: Tensor, x: Tensor, weight
     blocks, splits, sizes = _grid(problem, maps, x.device)
     shape = {"blocks": blocks, "threads": maps.threads, "shared_bytes": shared}
     kernel = "depthwise_maps_weight_grad"
-    return weight_grad_plan(kernel, macros, sizes, splits, dy, x, weight_size, weight_stride, **shape)
+    return weight_grad_plan(kernel, problem, macros, sizes, splits, dy, x, weight_size, weight_stride, **shape)

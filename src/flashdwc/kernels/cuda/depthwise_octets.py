@@ -205,4 +205,4 @@ def plan_weight_grad(problem: Problem, octets: Octets, dy: Tensor, x: Tensor, we
     blocks, splits, sizes = _course(problem, octets, octets.out_rows(WEIGHT_GRAD_TILE), filter_parts, x.device)
     shape = {"blocks": blocks, "threads": 32 * WARPS, "shared_bytes": shared}
     numbers, kernel = [*sizes, filter_parts], "depthwise_octets_weight_grad"
-    return weight_grad_plan(kernel, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)
+    return weight_grad_plan(kernel, problem, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)

@@ -185,4 +185,4 @@ def plan_weight_grad(problem: Problem, strip: Strip, dy: Tensor, x: Tensor, weig
     numbers = problem.channels, *conv_sizes(problem), across, strips, all_strips, channel_blocks
     macros, shape = weight_grad_macros(problem, strip), {"blocks": columns * splits, "threads": strip.threads}
     kernel = "depthwise_planar_weight_grad"
-    return weight_grad_plan(kernel, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)
+    return weight_grad_plan(kernel, problem, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)

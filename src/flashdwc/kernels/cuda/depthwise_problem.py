@@ -49,6 +49,7 @@ class Axis:
         return Axis(self.out, self.size, self.k, 1, self.d, (self.k - 1) * self.d - self.p, self.s)
 
 
+TALL = 13  # rows of a filter
 MULTIPROCESSORS = 132  # of the card that the rules and cost models were fitted on
 
 
@@ -71,6 +72,7 @@ class Problem:
     spread: int = 1  # results that one input channel feeds
     sum: int = 1  # input channels that feed one result
     linear: bool = False  # the rows are parts, one behind the other, of one long row
+    swapped: bool = False  # ``vertical`` is the tensors' horizontal axis, and the other way round
 
     @property
     def taps(self) -> int:
@@ -95,6 +97,20 @@ class Problem:
             return self
         rows = -(-h.out // width)
         return replace(self, vertical=replace(v, size=rows, out=rows), horizontal=replace(h, out=width), linear=True)
+
+    @property
+    def with_long_rows(self) -> Problem:
+        """A tall filter laid down, where pixels lie alike along both axes: the matrix products put a filter's columns into windows of
+        several outputs, and the more columns there are, the less of a window is zeros."""
+        v, h = self.vertical, self.horizontal
+        if not (self.inner.nhwc and self.outer.nhwc) or v.k < TALL or v.k < 2 * h.k:
+            return self
+        return replace(self, vertical=h, horizontal=v, swapped=not self.swapped)
+
+    def in_order(self, numbers: Sequence[int]) -> tuple[int, int, int, int]:
+        """Sizes or strides of images, channels and both axes from the tensors' order to the problem's, or back."""
+        n, c, h, w = numbers
+        return (n, c, w, h) if self.swapped else (n, c, h, w)
 
     @property
     def outputs(self) -> int:
@@ -164,17 +180,19 @@ def forward_problem(x: Tensor, w: Tensor, memory_format, stride, padding, dilati
     _, outer = dense_layout((x.shape[0], w.shape[0], *out), memory_format)
     vertical, horizontal = (axis.reached for axis in axes)
     spread = w.shape[0] // x.shape[1]
-    return Problem(x.shape[0], w.shape[0], vertical, horizontal, _layout_of(x), outer, spread=spread)
+    return Problem(x.shape[0], w.shape[0], vertical, horizontal, _layout_of(x), outer, spread=spread).with_long_rows
 
 
 def input_grad_problem(dy: Tensor, w: Tensor, memory_format, input_size, stride, padding, dilation) -> Problem:
     vertical, horizontal = _axes(dy.shape[2:], input_size[2:], w.shape[2:], stride, padding, dilation)
     axes = vertical.transposed().reached, horizontal.transposed().reached
     _, outer = dense_layout(input_size, memory_format)
-    return Problem(input_size[0], input_size[1], *axes, _layout_of(dy), outer, sum=w.shape[0] // input_size[1])
+    return Problem(
+        input_size[0], input_size[1], *axes, _layout_of(dy), outer, sum=w.shape[0] // input_size[1]
+    ).with_long_rows
 
 
 def weight_grad_problem(dy: Tensor, x: Tensor, weight_size, stride, padding, dilation) -> Problem:
     axes = _axes(dy.shape[2:], x.shape[2:], weight_size[2:], stride, padding, dilation)
     spread = weight_size[0] // x.shape[1]
-    return Problem(x.shape[0], weight_size[0], *axes, _layout_of(x), _layout_of(dy), spread=spread)
+    return Problem(x.shape[0], weight_size[0], *axes, _layout_of(x), _layout_of(dy), spread=spread).with_long_rows

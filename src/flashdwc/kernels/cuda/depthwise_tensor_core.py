@@ -111,13 +111,13 @@ def conv_plan(
     used = {"WHOLE_KH": v.whole or v.k, "WHOLE_KW": h.whole or h.k, "SKIPPED_KH": v.skipped, "SKIPPED_KW": h.skipped}
     launch = jit.Launcher(
         kernel,
-        {**macros, **used, "BF16": source.dtype is torch.bfloat16, "ROTATE": rotate},
+        {**macros, **used, "BF16": source.dtype is torch.bfloat16, "ROTATE": rotate, "SWAPPED": problem.swapped},
         source.device,
         blocks=blocks,
         threads=threads,
         shared_bytes=shared_bytes,
         layout=f"={TENSOR4}{TENSOR4}2q{len(numbers)}i",
-        values=[0, *readable(source).stride(), 0, *strides, 0, 0, *numbers],
+        values=[0, *problem.in_order(readable(source).stride()), 0, *problem.in_order(strides), 0, 0, *numbers],
         pointers=(0, 5, 10, 11),
     )
     return conv_runner(launch, source, size, strides)
@@ -156,7 +156,7 @@ def plan_weight_grad(problem: Problem, tile: Tile, dy: Tensor, x: Tensor, weight
     numbers = problem.images, problem.channels, *conv_sizes(problem), across, down, channel_blocks, height_blocks, tiles
     shape = {"blocks": columns * splits, "threads": 32 * tile.warps, "shared_bytes": shared}
     return weight_grad_plan(
-        "depthwise_weight_grad", macros, numbers, splits, dy, x, weight_size, weight_stride, **shape
+        "depthwise_weight_grad", problem, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape
     )
 
 
@@ -181,6 +181,7 @@ def shares(device: torch.device, steps: int, columns: int, resident: int = 1) ->
 
 def weight_grad_plan(
     kernel: str,
+    problem: Problem,
     macros: Mapping[str, int],
     numbers: Sequence[int],  # of the kernel's Params, between the pointers and ``splits``
     splits: int,
@@ -194,16 +195,16 @@ def weight_grad_plan(
     shared_bytes: int = 0,
 ) -> Plan:
     """A kernel whose Params are x, dy, partial results, the result, numbers and splits, and the sum of its partial results."""
-    device, dtype, index = x.device, x.dtype, x.device.index
+    device, dtype, index, in_order = x.device, x.dtype, x.device.index, problem.in_order
     launch = jit.Launcher(
         kernel,
-        {**macros, "BF16": dtype is torch.bfloat16},
+        {**macros, "BF16": dtype is torch.bfloat16, "SWAPPED": problem.swapped},
         device,
         blocks=blocks,
         threads=threads,
         shared_bytes=shared_bytes,
         layout=f"={TENSOR4}{TENSOR4}2q{len(numbers) + 1}i",
-        values=[0, *readable(x).stride(), 0, *readable(dy).stride(), 0, 0, *numbers, splits],
+        values=[0, *in_order(readable(x).stride()), 0, *in_order(readable(dy).stride()), 0, 0, *numbers, splits],
         pointers=(0, 5, 10, 11),
     )
     copies = readable(dy) is not dy or readable(x) is not x

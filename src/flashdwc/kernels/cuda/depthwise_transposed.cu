@@ -37,7 +37,7 @@ struct Storer {
   bool inside;
   __device__ __forceinline__ Storer(const Tensor4& y, int channel, int channels) {
     const int warp = threadIdx.x / 32, r = warp / parts;
-    const Part here = part_of<false>(warp % parts), there = part_of<true>(warp % parts);
+    const Part here = part_of<false>(warp % parts, threadIdx.x), there = part_of<true>(warp % parts, threadIdx.x);
     from = StepPlanes::place(here.octet, here.element) + r * 256 + here.block * 16;
     down = there.block / BLOCKS * ROWS + r, column = there.block % BLOCKS * 8 + there.element;
     to = y.data + column * y.column + channel + 8 * there.octet, inside = channel + 8 * there.octet < channels;
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed(co
   const int first = blockIdx.x / p.channel_blocks * p.share;
   const Column in_images{p.x, p.period, PAD_H > 0 ? -PAD_H : 0, p.rows, p.images}, out_images{p.y, p.period, 0, p.out_rows, p.images};
 
-  const Inputs::Copier copy(p.x, channel, p.channels);
+  const Inputs::Copier copy(p.x, channel, p.channels, threadIdx.x);
   Way ahead(first, LEADING, p);
   Rows loaded = in_images.from(ahead.row - PAD_H);
   auto fetch = [&](int line_ahead) {  // its slot, of STAGES + 1
@@ -99,7 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed(co
   // the lane's ldmatrix row: block m of the tile, low or high eighth
   const int m = lane % 16, lane_row = m / BLOCKS * ROWS, lane_bytes = m % BLOCKS * 16 + lane / 16 * 16;
 
-  const Transposer<Inputs> transpose([](int row, const Part& to) { return Ring::place(to.octet, to.element) + row * 2 * PITCH + to.block * 16; });
+  const auto place = [](int row, const Part& to) { return Ring::place(to.octet, to.element) + row * 2 * PITCH + to.block * 16; };
+  const Transposer<Inputs> transpose(place, threadIdx.x);
   const Storer store(p.y, channel, p.channels);
   copy_async_wait<STAGES>();
   __syncthreads();

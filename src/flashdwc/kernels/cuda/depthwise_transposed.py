@@ -207,7 +207,9 @@ def plan_weight_grad(problem: Problem, t: Transposed, dy: Tensor, x: Tensor, wei
     blocks, splits, numbers = _course(problem, t, height_groups, x.device)
     shape = {"blocks": blocks, "threads": THREADS, "shared_bytes": shared}
     name = "depthwise_transposed_weight_grad"
-    return weight_grad_plan(name, macros, [*numbers, height_groups], splits, dy, x, weight_size, weight_stride, **shape)
+    return weight_grad_plan(
+        name, problem, macros, [*numbers, height_groups], splits, dy, x, weight_size, weight_stride, **shape
+    )
 
 
 def _course(problem: Problem, t: Transposed, height_groups: int, device: torch.device) -> tuple[int, int, list[int]]:

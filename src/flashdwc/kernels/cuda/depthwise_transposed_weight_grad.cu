@@ -25,6 +25,11 @@ struct Params {
   int images, channels, rows, columns, out_rows, out_columns, period, busy_rows, steps_down, strips_across, channel_blocks, steps, share, height_groups, splits;
 };
 
+struct Ahead {  // what is copied next
+  Way way;
+  Rows inputs, outputs;
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed_weight_grad(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u16 shared[];
   char *ring = reinterpret_cast<char*>(shared), *outputs = ring + Ring::bytes;
@@ -35,36 +40,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed_we
   const int first_kh = part % p.height_groups * HEIGHT, split = part / p.height_groups, above = first_kh * DH - PAD_H;  // rows of x above those of dy
   const Column in_images{p.x, p.period, min(above, 0), p.rows, p.images}, out_images{p.dy, p.period, 0, p.out_rows, p.images};
 
-  const Inputs::Copier copy(p.x, channel, p.channels);
-  const Outputs::Copier copy_output(p.dy, channel, p.channels);
-  Way ahead(split * p.share, LEADING, p), now = ahead;
-  Rows loaded = in_images.from(ahead.row + above);
-  Rows loaded_output = out_images.from(ahead.row);
-  auto fetch = [&](int line_ahead) {  // its slot, of STAGES + 1
-    if (ahead.left > 0) {
-      copy(lines + line_ahead * Inputs::bytes, in_images, loaded, ahead.first_column - PAD_W, p.columns);
-      in_images.advance(loaded);
-      if (ahead.number >= 0) {
-        copy_output(output_lines + line_ahead * Outputs::bytes, out_images, loaded_output, ahead.first_column, min(p.out_columns, ahead.first_column + COLUMNS));
-        out_images.advance(loaded_output);
+  const Inputs::Copier kept_copy(p.x, channel, p.channels, threadIdx.x);
+  const Outputs::Copier kept_copy_output(p.dy, channel, p.channels, threadIdx.x);
+  __shared__ Ahead kept[STAGES + 1];  // by the slot that it goes to: registers are dear
+  Way now(split * p.share, LEADING, p);
+  auto fetch = [&](Ahead& ahead, int slot) {
+    if (ahead.way.left > 0) {
+      const int thread = anew(threadIdx.x);  // else the compiler keeps, or spills, what follows from it and a step needs once
+      const Inputs::Copier copy = KEEPS ? kept_copy : Inputs::Copier(p.x, channel, p.channels, thread);
+      const Outputs::Copier copy_output = KEEPS ? kept_copy_output : Outputs::Copier(p.dy, channel, p.channels, thread);
+      copy(lines + slot * Inputs::bytes, in_images, ahead.inputs, ahead.way.first_column - PAD_W, p.columns);
+      in_images.advance(ahead.inputs);
+      if (ahead.way.number >= 0) {
+        const int first = ahead.way.first_column;
+        copy_output(output_lines + slot * Outputs::bytes, out_images, ahead.outputs, first, min(p.out_columns, first + COLUMNS));
+        out_images.advance(ahead.outputs);
       }
-      if (ahead.advance(LEADING, p)) loaded = in_images.from(above), loaded_output = {0, 0};
+      if (ahead.way.advance(LEADING, p)) ahead.inputs = in_images.from(above), ahead.outputs = {0, 0};
     }
     copy_async_commit();
   };
+  {
+    Ahead ahead{now, in_images.from(now.row + above), out_images.from(now.row)};
 #pragma unroll
-  for (int i = 0; i <= STAGES; ++i) fetch(i);
+    for (int i = 0; i <= STAGES; ++i) fetch(ahead, i);
+    if (threadIdx.x == 0) kept[0] = ahead;
+  }
 
   float g[WARP_CHANNELS][HEIGHT][M16][4];
 #pragma unroll
   for (int i = 0; i < WARP_CHANNELS * HEIGHT * M16 * 4; ++i) (&g[0][0][0][0])[i] = 0.f;
 
   const int m = input_block(), lane_row = m / BLOCKS * ROWS, lane_bytes = m % BLOCKS * 16 + lane / 8 % 2 * 16;
-  const Transposer<Inputs> transpose([](int row, const Part& to) { return Ring::place(to.octet, to.element) + row * 2 * PITCH + to.block * 16; });
-  const Transposer<Outputs> transpose_output([](int row, const Part& to) {
+  const auto input_place = [](int row, const Part& to) { return Ring::place(to.octet, to.element) + row * 2 * PITCH + to.block * 16; };
+  const auto output_place = [](int row, const Part& to) {
     const int block = row / ROWS * BLOCKS + to.block;  // of the tile
     return to.block < BLOCKS ? StepPlanes::place(to.octet, to.element) + row % ROWS * 256 + block * 16 : -1;
-  });
+  };
+  const Transposer<Inputs> transpose(input_place, threadIdx.x);
+  const Transposer<Outputs> transpose_output(output_place, threadIdx.x);
   copy_async_wait<STAGES>();
   __syncthreads();
   int line = 1, oldest = 0, half = 0;  // slots: of the lines to be transposed next; of the ring, where the window starts; of dy
@@ -79,10 +93,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed_we
 #pragma unroll 1
     for (int phase = 0; phase < 2; ++phase) {  // of two warps that share a tensor core, one moves data while the other multiplies
       if (phase == warp / 4 % 2) {
-        fetch(line == 0 ? STAGES : line - 1);
+        const int slot = line == 0 ? STAGES : line - 1;
+        Ahead ahead = kept[slot];
+        fetch(ahead, slot);
+        if (threadIdx.x == 0) kept[slot == STAGES ? 0 : slot + 1] = ahead;
         if (now.left > (now.number >= 0)) {
-          transpose(lines + line * Inputs::bytes, ring + (oldest == 0 ? SLOTS - 1 : oldest - 1) * SLOT_BYTES);
-          transpose_output(output_lines + line * Outputs::bytes, outputs + (half ^ 1) * StepPlanes::bytes);
+          const int thread = anew(threadIdx.x);
+          (KEEPS ? transpose : Transposer<Inputs>(input_place, thread))(lines + line * Inputs::bytes, ring + (oldest == 0 ? SLOTS - 1 : oldest - 1) * SLOT_BYTES);
+          (KEEPS ? transpose_output : Transposer<Outputs>(output_place, thread))(output_lines + line * Outputs::bytes, outputs + (half ^ 1) * StepPlanes::bytes);
         }
       } else if (busy) {
         const int first_row = oldest * STEP_ROWS + lane_row;
@@ -105,8 +123,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed_we
   static_assert(WARPS * 16 * M16 * 8 * 4 <= Ring::bytes + 2 * StepPlanes::bytes + (STAGES + 1) * (Inputs::bytes + Outputs::bytes));
   copy_async_wait<0>();
   __syncthreads();
+  const int block = anew(blockIdx.x);  // likewise
+  const int last_channel = block % p.channel_blocks * CHANNELS + warp * WARP_CHANNELS, last_part = block / p.channel_blocks;
 #pragma unroll
   for (int i = 0; i < WARP_CHANNELS; ++i)
 #pragma unroll
-    for (int kh = 0; kh < HEIGHT; ++kh) write_diagonals<LEAD, 1>(p, scratch, g[i][kh], split, channel + warp * WARP_CHANNELS + i, first_kh + kh);
+    for (int kh = 0; kh < HEIGHT; ++kh)
+      write_diagonals<LEAD, 1>(p, scratch, g[i][kh], last_part / p.height_groups, last_channel + i, last_part % p.height_groups * HEIGHT + kh);
 }

@@ -249,4 +249,4 @@ def plan_weight_grad(problem: Problem, warps: Warps, dy: Tensor, x: Tensor, weig
     blocks = -(-problem.channels * splits * height_groups // warps.warps)
     shape = {"blocks": blocks, "threads": 32 * warps.warps, "shared_bytes": shared}
     kernel = "depthwise_warps_weight_grad"
-    return weight_grad_plan(kernel, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)
+    return weight_grad_plan(kernel, problem, macros, numbers, splits, dy, x, weight_size, weight_stride, **shape)

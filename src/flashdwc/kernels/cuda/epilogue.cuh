@@ -16,7 +16,7 @@ struct AddBias {
 
 // A tap's sum of a weight gradient: the result where there is one split, else one of `splits` partial results.
 template <class Params> __device__ __forceinline__ void write_tap(const Params& p, int split, int channel, int tap, float sum) {
-  const i64 at = i64(channel) * (KH * KW) + tap;
+  const i64 at = i64(channel) * (KH * KW) + (SWAPPED ? tap % KW * KH + tap / KW : tap);
   if (p.splits == 1) p.out[at] = from_float(sum);
   else p.partials[i64(split) * p.channels * (KH * KW) + at] = sum;
 }

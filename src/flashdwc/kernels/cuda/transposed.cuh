@@ -18,9 +18,9 @@ struct Part {  // of a row that a ldmatrix takes: a lane's octet, block of 8 pix
   int octet, block, element;
 };
 
-// part: number of the ldmatrix in its row. For the row that the lane addresses, or (holds) for what it gets.
-template <bool holds> __device__ __forceinline__ Part part_of(int part) {
-  const int lane = threadIdx.x % 32, t = holds ? lane % 4 : lane % 8 / 2;
+// part: number of the ldmatrix in its row. For the row that the thread's lane addresses, or (holds) for what it gets.
+template <bool holds> __device__ __forceinline__ Part part_of(int part, int thread) {
+  const int lane = thread % 32, t = holds ? lane % 4 : lane % 8 / 2;
   return {part % (OCTETS / TOGETHER) * TOGETHER + t % TOGETHER, part / (OCTETS / TOGETHER) * BLOCKS_TOGETHER + t / TOGETHER,
           holds ? lane / 4 : lane / 8 * 2 + lane % 2};
 }
@@ -65,8 +65,8 @@ template <int pixels_> struct Lines {
     i64 step;
     int row, pixel, to;
     bool inside;
-    __device__ __forceinline__ Copier(const Tensor4& x, int channel, int channels) {
-      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, octet = lane % OCTETS, c = channel + 8 * octet;
+    __device__ __forceinline__ Copier(const Tensor4& x, int channel, int channels, int thread) {
+      const int lane = thread % 32, warp = thread / 32, octet = lane % OCTETS, c = channel + 8 * octet;
       row = warp / warps_in_row, pixel = lane / OCTETS + warp % warps_in_row * (32 / OCTETS);
       from = x.data + pixel * x.column + c, step = stride * x.column;
       to = row * row_bytes + place(octet, pixel / 8, pixel % 8), inside = c < channels;
@@ -100,13 +100,13 @@ template <int plane_bytes_> struct Planes {
 template <class Lines> struct Transposer {
   static constexpr int count = (STEP_ROWS * Lines::parts + WARPS - 1) / WARPS;
   int from[count], to[count];
-  template <class Place> __device__ __forceinline__ Transposer(const Place& place) {
+  template <class Place> __device__ __forceinline__ Transposer(const Place& place, int thread) {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
-      const int n = threadIdx.x / 32 + i * WARPS, row = n / Lines::parts;
-      const Part part = part_of<false>(n % Lines::parts);
+      const int n = thread / 32 + i * WARPS, row = n / Lines::parts;
+      const Part part = part_of<false>(n % Lines::parts, thread);
       from[i] = row * Lines::row_bytes + Lines::place(part.octet, part.block, part.element);
-      to[i] = row < STEP_ROWS ? place(row, part_of<true>(n % Lines::parts)) : -1;
+      to[i] = row < STEP_ROWS ? place(row, part_of<true>(n % Lines::parts, thread)) : -1;
       if (KEEPS) from[i] = pinned(from[i]), to[i] = pinned(to[i]);
     }
   }
@@ -128,6 +128,7 @@ using StepPlanes = Planes<ROWS * 16 * 16>;  // of a step's outputs: [row of a gr
 struct Way {
   int left, number;  // steps with outputs from here on; number < 0: of a step that only loads
   int row, first_column;
+  Way() = default;
   template <class Params> __device__ __forceinline__ Way(int first, int leading, const Params& p)
       : left(min(p.share, p.steps - first)), number(-leading), row(first % p.steps_down * STEP_ROWS), first_column(first / p.steps_down * COLUMNS) {}
   // Is the next step the first of another strip?
