@@ -277,13 +277,7 @@ def _conv_registers(problem: Problem, tile: Tile) -> int:
     u, looped = problem.horizontal.u, problem.vertical.k > tile.chunk
     addressing = (70 if tile.chunk >= 8 else 66) if looped else 30 if tile.chunk <= 12 else 34
     addressing += (0 if problem.inner.nhwc else 24) + (24 if u > 2 else 0)
-    addressing += (
-        36
-        if problem.inner.vector < 8 and _conv_window(problem) > 32
-        else 28
-        if max(problem.vertical.d, problem.horizontal.d) > 2
-        else 0
-    )
+    addressing += 36 if problem.inner.vector < 8 and _conv_window(problem) > 32 else 0
     strided = problem.horizontal.s > 1 or problem.spread * problem.sum > 1
     least = 104 if u > 2 else 96 if strided else 80
     return max(least, u * (4 * tile.rows + 2 * min(tile.rows, tile.chunk)) + addressing)

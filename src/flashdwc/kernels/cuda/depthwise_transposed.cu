@@ -14,9 +14,8 @@ constexpr bool KEEPS = CHANNELS * 32 / THREADS * KH * K8 < 128;
 #include "walk.cuh"
 
 constexpr int LEADING = (HALO + STEP_ROWS - 1) / STEP_ROWS, SLOTS = LEADING + 2, RING_ROWS = SLOTS * STEP_ROWS;
-constexpr int RUN = 8 * BLOCKS_TOGETHER, LOADED = (COLUMNS - 8 + 8 * K8 + RUN - 1) / RUN * RUN;  // pixels of a row
 constexpr int WARP_CHANNELS = CHANNELS / WARPS, SLOT_BYTES = STEP_ROWS * 2 * PITCH;
-static_assert(LOADED <= PITCH && CHANNELS % WARPS == 0);
+static_assert(COLUMNS - 8 + 8 * K8 <= PITCH && BLANK + LOADED <= PITCH && CHANNELS % WARPS == 0);
 
 using Inputs = Lines<LOADED>;
 using Ring = Planes<RING_ROWS * 2 * PITCH>;
@@ -35,9 +34,9 @@ struct Storer {
   u16* to;  // of the tensor's first image, row and column
   int from, down, column;
   bool inside;
-  __device__ __forceinline__ Storer(const Tensor4& y, int channel, int channels) {
-    const int warp = threadIdx.x / 32, r = warp / parts;
-    const Part here = part_of<false>(warp % parts, threadIdx.x), there = part_of<true>(warp % parts, threadIdx.x);
+  __device__ __forceinline__ Storer(const Tensor4& y, int channel, int channels, u32 thread) {
+    const int warp = thread / 32, r = warp / parts;
+    const Part here = part_of<false>(warp % parts, thread), there = part_of<true>(warp % parts, thread);
     from = StepPlanes::place(here.octet, here.element) + r * 256 + here.block * 16;
     down = there.block / BLOCKS * ROWS + r, column = there.block % BLOCKS * 8 + there.element;
     to = y.data + column * y.column + channel + 8 * there.octet, inside = channel + 8 * there.octet < channels;
@@ -78,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed(co
   Rows loaded = in_images.from(ahead.row - PAD_H);
   auto fetch = [&](int line_ahead) {  // its slot, of STAGES + 1
     if (ahead.left > 0) {
-      copy(lines + line_ahead * Inputs::bytes, in_images, loaded, ahead.first_column - PAD_W, p.columns);
+      copy(lines + line_ahead * Inputs::bytes, in_images, loaded, ahead.first_column - PAD_W + BLANK, p.columns);
       in_images.advance(loaded);
       if (ahead.advance(LEADING, p)) loaded = in_images.from(-PAD_H);
     }
@@ -87,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed(co
 #pragma unroll
   for (int i = 0; i <= STAGES; ++i) fetch(i);
 
+  if (BLANK > 0 || LOADED < COLUMNS - 8 + 8 * K8) clear<Ring::bytes>(ring);
   Filter filter[WARP_CHANNELS];
   float start[WARP_CHANNELS];
   const AddBias epilogue{p.bias};
@@ -99,9 +99,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed(co
   // the lane's ldmatrix row: block m of the tile, low or high eighth
   const int m = lane % 16, lane_row = m / BLOCKS * ROWS, lane_bytes = m % BLOCKS * 16 + lane / 16 * 16;
 
-  const auto place = [](int row, const Part& to) { return Ring::place(to.octet, to.element) + row * 2 * PITCH + to.block * 16; };
+  const auto place = [](int row, const Part& to) { return Ring::place(to.octet, to.element) + (row * PITCH + BLANK) * 2 + to.block * 16; };
   const Transposer<Inputs> transpose(place, threadIdx.x);
-  const Storer store(p.y, channel, p.channels);
+  const Storer store(p.y, channel, p.channels, threadIdx.x);
   copy_async_wait<STAGES>();
   __syncthreads();
   int line = 1, oldest = 0;  // slots: of the lines to be transposed next; of the ring, where the window starts

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core.backend import Plan
 from .depthwise_octets import by_width, period_of
-from .depthwise_problem import Problem
+from .depthwise_problem import Axis, Problem
 from .depthwise_tensor_core import conv_plan, conv_sizes, shares, weight_grad_plan
 from .depthwise_tiles import leading_steps, round_up
 
@@ -134,27 +134,38 @@ def _sixteenths(problem: Problem) -> int:
 
 def conv_macros(problem: Problem, t: Transposed) -> tuple[dict[str, int], int]:
     """Macros of ``depthwise_transposed.cu`` and the shared memory in bytes."""
-    loaded = _whole_runs(t, t.columns - 8 + 8 * _eighths(problem))
-    macros = {**_macros(problem, t, loaded), "SH": 1, "SW": 1, "UH": 1, "UW": 1, "SPREAD": 1, "SUM": 1}
-    ring = _ring_bytes(problem, t, loaded, problem.vertical.k)
-    return macros, ring + 2 * _planes_bytes(t, 256 * t.rows) + (t.stages + 1) * _lines_bytes(t, loaded)
+    reached = _whole_runs(t, t.columns - 8 + 8 * _eighths(problem))
+    macros = {**_macros(problem, t, reached), "SH": 1, "SW": 1, "UH": 1, "UW": 1, "SPREAD": 1, "SUM": 1}
+    ring = _ring_bytes(problem, t, reached, problem.vertical.k)
+    return macros, ring + 2 * _planes_bytes(t, 256 * t.rows) + (t.stages + 1) * _lines_bytes(t, macros["LOADED"])
 
 
 def weight_grad_macros(problem: Problem, t: Transposed) -> tuple[dict[str, int], int]:
     """Macros of ``depthwise_transposed_weight_grad.cu`` and the shared memory in bytes."""
-    loaded = _whole_runs(t, t.columns - 8 + 16 * _sixteenths(problem))
-    macros = {**_macros(problem, t, loaded), "HEIGHT": t.height}
-    ring = _ring_bytes(problem, t, loaded, t.height)
-    lines = _lines_bytes(t, loaded) + _lines_bytes(t, _whole_runs(t, t.columns))
+    reached = _whole_runs(t, t.columns - 8 + 16 * _sixteenths(problem))
+    macros = {**_macros(problem, t, reached), "HEIGHT": t.height}
+    ring = _ring_bytes(problem, t, reached, t.height)
+    lines = _lines_bytes(t, macros["LOADED"]) + _lines_bytes(t, _whole_runs(t, t.columns))
     return macros, ring + 2 * _planes_bytes(t, 256 * t.rows) + (t.stages + 1) * lines
 
 
-def _macros(problem: Problem, t: Transposed, loaded: int) -> dict[str, int]:
+def _macros(problem: Problem, t: Transposed, reached: int) -> dict[str, int]:
     v, h = problem.vertical, problem.horizontal
+    blank, loaded = _loaded(h, t, reached)
     return {
         "KH": v.k, "KW": h.k, "DH": v.d, "DW": h.d, "PAD_H": v.p, "PAD_W": h.p, "LEAD": 0, "CHANNELS": t.channels, "COLUMNS": t.columns,
-        "ROWS": t.rows, "STAGES": t.stages, "PITCH": _pitch(loaded, t), "THREADS": THREADS,
+        "ROWS": t.rows, "STAGES": t.stages, "PITCH": _pitch(reached, t), "THREADS": THREADS, "BLANK": blank, "LOADED": loaded,
     }  # fmt: skip
+
+
+def _loaded(h: Axis, t: Transposed, reached: int) -> tuple[int, int]:
+    """Of the columns that a strip's windows reach, in whole runs: those that always are padding in front, and those behind them
+    that are loaded."""
+    if h.out > t.columns:
+        return 0, reached
+    run = _whole_runs(t, 1)
+    blank = max(0, h.p) // run * run
+    return blank, min(reached - blank, _whole_runs(t, h.p + h.size - blank))
 
 
 def _octets(t: Transposed) -> int:
@@ -171,9 +182,9 @@ def _planes_bytes(t: Transposed, plane: int) -> int:
     return _octets(t) * (8 * (plane + (64 - plane) % 128) + (32 if _octets(t) == 2 else 16))
 
 
-def _ring_bytes(problem: Problem, t: Transposed, loaded: int, height: int) -> int:
+def _ring_bytes(problem: Problem, t: Transposed, reached: int, height: int) -> int:
     slots = leading_steps((height - 1) * problem.vertical.d, t.out_rows) + 2
-    return _planes_bytes(t, 2 * _pitch(loaded, t) * slots * t.out_rows)
+    return _planes_bytes(t, 2 * _pitch(reached, t) * slots * t.out_rows)
 
 
 def _lines_bytes(t: Transposed, pixels: int) -> int:

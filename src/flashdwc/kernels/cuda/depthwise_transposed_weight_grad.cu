@@ -9,9 +9,9 @@ constexpr bool KEEPS = CHANNELS * 32 / THREADS * HEIGHT * M16 * 4 < 120;
 #include "walk.cuh"
 
 constexpr int LEADING = (HALO + STEP_ROWS - 1) / STEP_ROWS, SLOTS = LEADING + 2, RING_ROWS = SLOTS * STEP_ROWS;
-constexpr int RUN = 8 * BLOCKS_TOGETHER, LOADED = (COLUMNS + 16 * M16 - 8 + RUN - 1) / RUN * RUN, OUT_LOADED = (COLUMNS + RUN - 1) / RUN * RUN;  // pixels of a row
+constexpr int RUN = 8 * BLOCKS_TOGETHER, OUT_LOADED = (COLUMNS + RUN - 1) / RUN * RUN;  // pixels of a row of dy
 constexpr int WARP_CHANNELS = CHANNELS / WARPS, SLOT_BYTES = STEP_ROWS * 2 * PITCH;
-static_assert(LOADED <= PITCH && CHANNELS % WARPS == 0);
+static_assert(COLUMNS - 8 + 16 * M16 <= PITCH && BLANK + LOADED <= PITCH && CHANNELS % WARPS == 0);
 
 using Inputs = Lines<LOADED>;
 using Outputs = Lines<OUT_LOADED>;
@@ -25,9 +25,12 @@ struct Params {
   int images, channels, rows, columns, out_rows, out_columns, period, busy_rows, steps_down, strips_across, channel_blocks, steps, share, height_groups, splits;
 };
 
-struct Ahead {  // what is copied next
-  Way way;
-  Rows inputs, outputs;
+struct Task {  // of a block
+  int channel, first_kh, split, above;  // rows of x above those of dy
+  __device__ __forceinline__ Task(u32 block, const Params& p) : channel(block % p.channel_blocks * CHANNELS) {
+    const int part = block / p.channel_blocks;
+    first_kh = part % p.height_groups * HEIGHT, split = part / p.height_groups, above = first_kh * DH - PAD_H;
+  }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed_weight_grad(const __grid_constant__ Params p) {
@@ -36,43 +39,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed_we
   const u32 ring_at = shared_address(shared), outputs_at = ring_at + Ring::bytes;
   const u32 lines = outputs_at + 2 * StepPlanes::bytes, output_lines = lines + (STAGES + 1) * Inputs::bytes;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int channel = blockIdx.x % p.channel_blocks * CHANNELS, part = blockIdx.x / p.channel_blocks;
-  const int first_kh = part % p.height_groups * HEIGHT, split = part / p.height_groups, above = first_kh * DH - PAD_H;  // rows of x above those of dy
-  const Column in_images{p.x, p.period, min(above, 0), p.rows, p.images}, out_images{p.dy, p.period, 0, p.out_rows, p.images};
+  const Task task(blockIdx.x, p);
+  const Column in_images{p.x, p.period, min(task.above, 0), p.rows, p.images}, out_images{p.dy, p.period, 0, p.out_rows, p.images};
 
-  const Inputs::Copier kept_copy(p.x, channel, p.channels, threadIdx.x);
-  const Outputs::Copier kept_copy_output(p.dy, channel, p.channels, threadIdx.x);
-  __shared__ Ahead kept[STAGES + 1];  // by the slot that it goes to: registers are dear
-  Way now(split * p.share, LEADING, p);
-  auto fetch = [&](Ahead& ahead, int slot) {
-    if (ahead.way.left > 0) {
-      const int thread = anew(threadIdx.x);  // else the compiler keeps, or spills, what follows from it and a step needs once
-      const Inputs::Copier copy = KEEPS ? kept_copy : Inputs::Copier(p.x, channel, p.channels, thread);
-      const Outputs::Copier copy_output = KEEPS ? kept_copy_output : Outputs::Copier(p.dy, channel, p.channels, thread);
-      copy(lines + slot * Inputs::bytes, in_images, ahead.inputs, ahead.way.first_column - PAD_W, p.columns);
-      in_images.advance(ahead.inputs);
-      if (ahead.way.number >= 0) {
-        const int first = ahead.way.first_column;
-        copy_output(output_lines + slot * Outputs::bytes, out_images, ahead.outputs, first, min(p.out_columns, first + COLUMNS));
-        out_images.advance(ahead.outputs);
+  const Inputs::Copier copy(p.x, task.channel, p.channels, threadIdx.x);
+  const Outputs::Copier copy_output(p.dy, task.channel, p.channels, threadIdx.x);
+  Way now(task.split * p.share, LEADING, p);
+  Rows loaded{}, loaded_output{};
+  auto fetch = [&](const Way& ahead, int slot) {
+    if (ahead.left > 0) {
+      if (ahead.number == -LEADING) loaded = in_images.from(ahead.row + task.above), loaded_output = out_images.from(ahead.row);
+      copy(lines + slot * Inputs::bytes, in_images, loaded, ahead.first_column - PAD_W + BLANK, p.columns);
+      in_images.advance(loaded);
+      if (ahead.number >= 0) {
+        copy_output(output_lines + slot * Outputs::bytes, out_images, loaded_output, ahead.first_column, min(p.out_columns, ahead.first_column + COLUMNS));
+        out_images.advance(loaded_output);
       }
-      if (ahead.way.advance(LEADING, p)) ahead.inputs = in_images.from(above), ahead.outputs = {0, 0};
     }
     copy_async_commit();
   };
-  {
-    Ahead ahead{now, in_images.from(now.row + above), out_images.from(now.row)};
+  Way ahead = now;
 #pragma unroll
-    for (int i = 0; i <= STAGES; ++i) fetch(ahead, i);
-    if (threadIdx.x == 0) kept[0] = ahead;
-  }
+  for (int i = 0; i <= STAGES; ++i) fetch(ahead, i), ahead.advance(LEADING, p);
 
+  if (BLANK > 0 || LOADED < COLUMNS - 8 + 16 * M16) clear<Ring::bytes>(ring);
   float g[WARP_CHANNELS][HEIGHT][M16][4];
 #pragma unroll
   for (int i = 0; i < WARP_CHANNELS * HEIGHT * M16 * 4; ++i) (&g[0][0][0][0])[i] = 0.f;
 
   const int m = input_block(), lane_row = m / BLOCKS * ROWS, lane_bytes = m % BLOCKS * 16 + lane / 8 % 2 * 16;
-  const auto input_place = [](int row, const Part& to) { return Ring::place(to.octet, to.element) + row * 2 * PITCH + to.block * 16; };
+  const auto input_place = [](int row, const Part& to) { return Ring::place(to.octet, to.element) + (row * PITCH + BLANK) * 2 + to.block * 16; };
   const auto output_place = [](int row, const Part& to) {
     const int block = row / ROWS * BLOCKS + to.block;  // of the tile
     return to.block < BLOCKS ? StepPlanes::place(to.octet, to.element) + row % ROWS * 256 + block * 16 : -1;
@@ -93,14 +89,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed_we
 #pragma unroll 1
     for (int phase = 0; phase < 2; ++phase) {  // of two warps that share a tensor core, one moves data while the other multiplies
       if (phase == warp / 4 % 2) {
-        const int slot = line == 0 ? STAGES : line - 1;
-        Ahead ahead = kept[slot];
-        fetch(ahead, slot);
-        if (threadIdx.x == 0) kept[slot == STAGES ? 0 : slot + 1] = ahead;
+        Way ahead = now;  // anew in each step: registers are dear
+#pragma unroll
+        for (int i = 0; i <= STAGES; ++i) ahead.advance(LEADING, p);
+        fetch(ahead, line == 0 ? STAGES : line - 1);
         if (now.left > (now.number >= 0)) {
-          const int thread = anew(threadIdx.x);
-          (KEEPS ? transpose : Transposer<Inputs>(input_place, thread))(lines + line * Inputs::bytes, ring + (oldest == 0 ? SLOTS - 1 : oldest - 1) * SLOT_BYTES);
-          (KEEPS ? transpose_output : Transposer<Outputs>(output_place, thread))(output_lines + line * Outputs::bytes, outputs + (half ^ 1) * StepPlanes::bytes);
+          transpose(lines + line * Inputs::bytes, ring + (oldest == 0 ? SLOTS - 1 : oldest - 1) * SLOT_BYTES);
+          transpose_output(output_lines + line * Outputs::bytes, outputs + (half ^ 1) * StepPlanes::bytes);
         }
       } else if (busy) {
         const int first_row = oldest * STEP_ROWS + lane_row;
@@ -123,11 +118,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed_we
   static_assert(WARPS * 16 * M16 * 8 * 4 <= Ring::bytes + 2 * StepPlanes::bytes + (STAGES + 1) * (Inputs::bytes + Outputs::bytes));
   copy_async_wait<0>();
   __syncthreads();
-  const int block = anew(blockIdx.x);  // likewise
-  const int last_channel = block % p.channel_blocks * CHANNELS + warp * WARP_CHANNELS, last_part = block / p.channel_blocks;
+  const Task done(anew(blockIdx.x), p);
 #pragma unroll
   for (int i = 0; i < WARP_CHANNELS; ++i)
 #pragma unroll
     for (int kh = 0; kh < HEIGHT; ++kh)
-      write_diagonals<LEAD, 1>(p, scratch, g[i][kh], last_part / p.height_groups, last_channel + i, last_part % p.height_groups * HEIGHT + kh);
+      write_diagonals<LEAD, 1>(p, scratch, g[i][kh], done.split, done.channel + warp * WARP_CHANNELS + i, done.first_kh + kh);
 }

@@ -14,6 +14,8 @@ constexpr int LOADED = COLUMNS + 16 * M16 - 8;
 constexpr int RING_BYTES = 2 * RING_ROWS * PITCH, OUT_SLOT_BYTES = 2 * STEP_ROWS * OUT_PITCH;
 constexpr int WARP_BYTES = RING_BYTES + OUT_SLOTS * OUT_SLOT_BYTES;
 
+constexpr bool DEAR = BLOCKS_PER_SM * THREADS >= 384 && HEIGHT * M16 * 4 > 80;  // are registers
+
 using InputWindow = Window<(ROWS + HALO + ROWS - 1) / ROWS, ROWS, RING_ROWS, PITCH>;
 
 struct Params {
@@ -21,6 +23,12 @@ struct Params {
   float* partials;  // [split][channel][KH * KW]
   u16* out;
   int images, channels, rows, columns, out_rows, out_columns, steps_down, strips_across, steps, share, height_groups, splits;
+};
+
+struct Task {  // of a warp
+  int first_kh, split, channel;
+  __device__ __forceinline__ Task(int worker, const Params& p)
+      : first_kh(worker % p.height_groups * HEIGHT), split(worker / p.height_groups % p.splits), channel(worker / p.height_groups / p.splits) {}
 };
 
 __device__ __forceinline__ void advance(Walk& s, const Params& p) { advance<STEP_ROWS, COLUMNS, LEADING, SLOTS>(s, p); }
@@ -36,29 +44,32 @@ __device__ __forceinline__ void fetch(u32 ring, u32 outputs, const Walk& s, int 
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_warps_weight_grad(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u16 shared[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, worker = blockIdx.x * WARPS + warp;
-  const int first_kh = worker % p.height_groups * HEIGHT, split = worker / p.height_groups % p.splits, channel = worker / p.height_groups / p.splits;
-  if (channel >= p.channels) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Task task(blockIdx.x * WARPS + warp, p);
+  if (task.channel >= p.channels) return;
   const u32 ring = shared_address(shared) + warp * WARP_BYTES, outputs = ring + RING_BYTES;
 
   float g[HEIGHT][M16][4];
 #pragma unroll
   for (int i = 0; i < HEIGHT * M16 * 4; ++i) (&g[0][0][0])[i] = 0.f;
 
-  Walk now = start_walk<STEP_ROWS, COLUMNS, LEADING>(split * p.share, min(p.share, p.steps - split * p.share), p);
+  Walk now = start_walk<STEP_ROWS, COLUMNS, LEADING>(task.split * p.share, min(p.share, p.steps - task.split * p.share), p);
   Walk ahead = now;
   int out_slot = 0, out_ahead = 0;
   auto next = [](int slot) { return slot + 1 == OUT_SLOTS ? 0 : slot + 1; };
 #pragma unroll
   for (int i = 0; i < STAGES; ++i) {
-    if (ahead.left > 0) fetch(ring, outputs, ahead, out_ahead, channel, first_kh, p);
+    if (ahead.left > 0) fetch(ring, outputs, ahead, out_ahead, task.channel, task.first_kh, p);
     copy_async_commit();
     advance(ahead, p), out_ahead = next(out_ahead);
   }
   const int m = input_block(), lane_row = m / BLOCKS * ROWS, lane_bytes = m % BLOCKS * 16 + lane / 8 % 2 * 16;
   const u32 output_lane = 2 * (lane % 16 / BLOCKS * ROWS * OUT_PITCH + lane % BLOCKS * 8);
   while (now.left > 0) {
-    if (ahead.left > 0) fetch(ring, outputs, ahead, out_ahead, channel, first_kh, p);
+    if (ahead.left > 0) {
+      const Task again = DEAR ? Task(anew(blockIdx.x) * WARPS + warp, p) : task;
+      fetch(ring, outputs, ahead, out_ahead, again.channel, again.first_kh, p);
+    }
     copy_async_commit();
     copy_async_wait<STAGES>();
     __syncwarp();
@@ -73,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_w
 
   float* scratch = reinterpret_cast<float*>(shared) + warp * (WARP_BYTES / 4);
   static_assert(16 * M16 * 8 * 4 <= WARP_BYTES);
+  const Task done(anew(blockIdx.x) * WARPS + anew(threadIdx.x) / 32, p);
 #pragma unroll
-  for (int kh = 0; kh < HEIGHT; ++kh) write_diagonals<LEAD, 1>(p, scratch, g[kh], split, channel, first_kh + kh);
+  for (int kh = 0; kh < HEIGHT; ++kh) write_diagonals<LEAD, 1>(p, scratch, g[kh], done.split, done.channel, done.first_kh + kh);
 }

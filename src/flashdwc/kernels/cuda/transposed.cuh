@@ -8,6 +8,9 @@
 //
 // What a thread moves in a step differs between steps by an address only. The rest is computed once and, where registers allow (KEEPS),
 // kept; the compiler would compute it anew.
+//
+// A row of planes holds the columns that windows reach; LOADED of them, behind BLANK, are loaded: where one strip is as wide as the map,
+// the others are padding, which stays zero from the start.
 #pragma once
 #include "tile.cuh"
 
@@ -19,7 +22,7 @@ struct Part {  // of a row that a ldmatrix takes: a lane's octet, block of 8 pix
 };
 
 // part: number of the ldmatrix in its row. For the row that the thread's lane addresses, or (holds) for what it gets.
-template <bool holds> __device__ __forceinline__ Part part_of(int part, int thread) {
+template <bool holds> __device__ __forceinline__ Part part_of(int part, u32 thread) {
   const int lane = thread % 32, t = holds ? lane % 4 : lane % 8 / 2;
   return {part % (OCTETS / TOGETHER) * TOGETHER + t % TOGETHER, part / (OCTETS / TOGETHER) * BLOCKS_TOGETHER + t / TOGETHER,
           holds ? lane / 4 : lane / 8 * 2 + lane % 2};
@@ -65,7 +68,7 @@ template <int pixels_> struct Lines {
     i64 step;
     int row, pixel, to;
     bool inside;
-    __device__ __forceinline__ Copier(const Tensor4& x, int channel, int channels, int thread) {
+    __device__ __forceinline__ Copier(const Tensor4& x, int channel, int channels, u32 thread) {
       const int lane = thread % 32, warp = thread / 32, octet = lane % OCTETS, c = channel + 8 * octet;
       row = warp / warps_in_row, pixel = lane / OCTETS + warp % warps_in_row * (32 / OCTETS);
       from = x.data + pixel * x.column + c, step = stride * x.column;
@@ -100,7 +103,7 @@ template <int plane_bytes_> struct Planes {
 template <class Lines> struct Transposer {
   static constexpr int count = (STEP_ROWS * Lines::parts + WARPS - 1) / WARPS;
   int from[count], to[count];
-  template <class Place> __device__ __forceinline__ Transposer(const Place& place, int thread) {
+  template <class Place> __device__ __forceinline__ Transposer(const Place& place, u32 thread) {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       const int n = thread / 32 + i * WARPS, row = n / Lines::parts;
@@ -120,6 +123,11 @@ template <class Lines> struct Transposer {
       if (to[i] >= 0) *reinterpret_cast<uint4*>(planes + to[i]) = v[i].quad;
   }
 };
+
+template <int bytes> __device__ __forceinline__ void clear(char* shared) {
+  static_assert(bytes % 16 == 0);
+  for (int i = threadIdx.x; i < bytes / 16; i += THREADS) reinterpret_cast<uint4*>(shared)[i] = uint4{};
+}
 
 using StepPlanes = Planes<ROWS * 16 * 16>;  // of a step's outputs: [row of a group][block of the tile][column]
 
