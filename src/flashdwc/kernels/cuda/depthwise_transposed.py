@@ -83,7 +83,8 @@ def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Transposed]
         return []
 
     def with_height(t: Transposed) -> Transposed:
-        height = max(1, (REGISTERS - 48) // (t.channels // WARPS * 4 * sixteenths))
+        beside = 48 if t.channels == WARPS else 90
+        height = max(1, (REGISTERS - beside) // (t.channels // WARPS * 4 * sixteenths))
         return replace(t, height=-(-v.k // -(-v.k // height)))
 
     def fits(t: Transposed) -> bool:

@@ -4,7 +4,8 @@
 // The product is that of row_sums.cuh. A block takes CHANNELS channels, HEIGHT filter rows and a part of all steps; a warp keeps the sums of
 // its channels to the end. They are then written as one of `splits` partial results, or as the result.
 #include "row_sums.cuh"
-constexpr bool KEEPS = CHANNELS * 32 / THREADS * HEIGHT * M16 * 4 < 120;
+constexpr int SUMS = CHANNELS * 32 / THREADS * HEIGHT * M16 * 4;  // of a thread
+constexpr bool KEEPS = SUMS < 120, DEAR = SUMS >= 190;  // registers are
 #include "transposed.cuh"
 #include "walk.cuh"
 
@@ -33,6 +34,11 @@ struct Task {  // of a block
   }
 };
 
+struct Ahead {  // what is copied next
+  Way way;
+  Rows inputs, outputs;
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed_weight_grad(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u16 shared[];
   char *ring = reinterpret_cast<char*>(shared), *outputs = ring + Ring::bytes;
@@ -42,25 +48,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed_we
   const Task task(blockIdx.x, p);
   const Column in_images{p.x, p.period, min(task.above, 0), p.rows, p.images}, out_images{p.dy, p.period, 0, p.out_rows, p.images};
 
-  const Inputs::Copier copy(p.x, task.channel, p.channels, threadIdx.x);
-  const Outputs::Copier copy_output(p.dy, task.channel, p.channels, threadIdx.x);
+  const Inputs::Copier kept_copy(p.x, task.channel, p.channels, threadIdx.x);
+  const Outputs::Copier kept_copy_output(p.dy, task.channel, p.channels, threadIdx.x);
+  __shared__ Ahead kept[STAGES + 1];  // by the slot that it goes to, where registers are dear
   Way now(task.split * p.share, LEADING, p);
-  Rows loaded{}, loaded_output{};
-  auto fetch = [&](const Way& ahead, int slot) {
-    if (ahead.left > 0) {
-      if (ahead.number == -LEADING) loaded = in_images.from(ahead.row + task.above), loaded_output = out_images.from(ahead.row);
-      copy(lines + slot * Inputs::bytes, in_images, loaded, ahead.first_column - PAD_W + BLANK, p.columns);
-      in_images.advance(loaded);
-      if (ahead.number >= 0) {
-        copy_output(output_lines + slot * Outputs::bytes, out_images, loaded_output, ahead.first_column, min(p.out_columns, ahead.first_column + COLUMNS));
-        out_images.advance(loaded_output);
+  auto fetch = [&](Ahead& ahead, int slot) {
+    if (ahead.way.left > 0) {
+      // anew: else the compiler keeps, or spills, what follows from them and a step needs once
+      const u32 thread = DEAR ? anew(threadIdx.x) : threadIdx.x;
+      const Task again = DEAR ? Task(anew(blockIdx.x), p) : task;
+      const Inputs::Copier copy = DEAR ? Inputs::Copier(p.x, again.channel, p.channels, thread) : kept_copy;
+      const Outputs::Copier copy_output = DEAR ? Outputs::Copier(p.dy, again.channel, p.channels, thread) : kept_copy_output;
+      copy(lines + slot * Inputs::bytes, in_images, ahead.inputs, ahead.way.first_column - PAD_W + BLANK, p.columns);
+      in_images.advance(ahead.inputs);
+      if (ahead.way.number >= 0) {
+        const int first = ahead.way.first_column;
+        copy_output(output_lines + slot * Outputs::bytes, out_images, ahead.outputs, first, min(p.out_columns, first + COLUMNS));
+        out_images.advance(ahead.outputs);
       }
+      if (ahead.way.advance(LEADING, p)) ahead.inputs = in_images.from(again.above), ahead.outputs = {0, 0};
     }
     copy_async_commit();
   };
-  Way ahead = now;
+  Ahead ahead{now, in_images.from(now.row + task.above), out_images.from(now.row)};
 #pragma unroll
-  for (int i = 0; i <= STAGES; ++i) fetch(ahead, i), ahead.advance(LEADING, p);
+  for (int i = 0; i <= STAGES; ++i) fetch(ahead, i);
+  if (DEAR && threadIdx.x == 0) kept[0] = ahead;
 
   if (BLANK > 0 || LOADED < COLUMNS - 8 + 16 * M16) clear<Ring::bytes>(ring);
   float g[WARP_CHANNELS][HEIGHT][M16][4];
@@ -89,13 +102,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) depthwise_transposed_we
 #pragma unroll 1
     for (int phase = 0; phase < 2; ++phase) {  // of two warps that share a tensor core, one moves data while the other multiplies
       if (phase == warp / 4 % 2) {
-        Way ahead = now;  // anew in each step: registers are dear
-#pragma unroll
-        for (int i = 0; i <= STAGES; ++i) ahead.advance(LEADING, p);
-        fetch(ahead, line == 0 ? STAGES : line - 1);
+        const int slot = line == 0 ? STAGES : line - 1;
+        if constexpr (DEAR) {
+          Ahead here = kept[slot];
+          fetch(here, slot);
+          if (threadIdx.x == 0) kept[slot == STAGES ? 0 : slot + 1] = here;
+        } else {
+          fetch(ahead, slot);
+        }
         if (now.left > (now.number >= 0)) {
-          transpose(lines + line * Inputs::bytes, ring + (oldest == 0 ? SLOTS - 1 : oldest - 1) * SLOT_BYTES);
-          transpose_output(output_lines + line * Outputs::bytes, outputs + (half ^ 1) * StepPlanes::bytes);
+          const u32 thread = DEAR ? anew(threadIdx.x) : threadIdx.x;
+          (DEAR ? Transposer<Inputs>(input_place, thread) : transpose)(lines + line * Inputs::bytes, ring + (oldest == 0 ? SLOTS - 1 : oldest - 1) * SLOT_BYTES);
+          (DEAR ? Transposer<Outputs>(output_place, thread) : transpose_output)(output_lines + line * Outputs::bytes, outputs + (half ^ 1) * StepPlanes::bytes);
         }
       } else if (busy) {
         const int first_row = oldest * STEP_ROWS + lane_row;

@@ -14,7 +14,7 @@ constexpr int LOADED = COLUMNS + 16 * M16 - 8;
 constexpr int RING_BYTES = 2 * RING_ROWS * PITCH, OUT_SLOT_BYTES = 2 * STEP_ROWS * OUT_PITCH;
 constexpr int WARP_BYTES = RING_BYTES + OUT_SLOTS * OUT_SLOT_BYTES;
 
-constexpr bool DEAR = BLOCKS_PER_SM * THREADS >= 384 && HEIGHT * M16 * 4 > 80;  // are registers
+constexpr bool DEAR = BLOCKS_PER_SM * THREADS >= 384 && HEIGHT * M16 * 4 >= 84;  // are registers
 
 using InputWindow = Window<(ROWS + HALO + ROWS - 1) / ROWS, ROWS, RING_ROWS, PITCH>;
 
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) depthwise_w
 
   float* scratch = reinterpret_cast<float*>(shared) + warp * (WARP_BYTES / 4);
   static_assert(16 * M16 * 8 * 4 <= WARP_BYTES);
-  const Task done(anew(blockIdx.x) * WARPS + anew(threadIdx.x) / 32, p);
+  const Task done = DEAR ? Task(anew(blockIdx.x) * WARPS + anew(threadIdx.x) / 32, p) : task;
 #pragma unroll
   for (int kh = 0; kh < HEIGHT; ++kh) write_diagonals<LEAD, 1>(p, scratch, g[kh], done.split, done.channel, done.first_kh + kh);
 }
