@@ -20,7 +20,6 @@ from ..kernels import native, reference
 from ..kernels.cpu import depthwise as cpu
 from ..kernels.cpu import depthwise_formulations as formulations
 from ..kernels.cpu.memory import keep_temporaries
-from ..kernels.cuda import depthwise as cuda
 from ..kernels.native import output_format
 from ..kernels.reference import conv_output_size
 
@@ -279,6 +278,29 @@ def _vmap_weight_grad(
     return dw.unflatten(0, (n, weight_size[0])), 0
 
 
+# --- the CUDA backend --------------------------------------------------------------------------------------------------
+
+
+def _on_cuda(operator: str) -> Backend:
+    """Its modules are imported by the first call with CUDA tensors, as they take half of what ``import flashdwc`` would."""
+
+    def backend() -> Backend:
+        from ..kernels.cuda import depthwise
+
+        return getattr(depthwise, operator)
+
+    def why_not(x: Tensor, *rest: Any) -> str | None:
+        return backend().why_not(x, *rest) if x.is_cuda else f"the tensors are on {x.device}"
+
+    return Backend(
+        "cuda",
+        why_not,
+        lambda *args: backend().plan(*args),
+        describe=lambda *args: backend().describe(*args),
+        alternatives=lambda *args: backend().alternatives(*args),
+    )
+
+
 # --- the CPU backend ---------------------------------------------------------------------------------------------------
 
 
@@ -384,7 +406,7 @@ forward: Operator = Operator(
     tensors=3,
     reference=reference.depthwise_conv,
     backends=(
-        cuda.forward,
+        _on_cuda("forward"),
         _on_cpu(_plan_forward_on_cpu, formulations.describe_forward, _plan_forward_for_autograd),
         native.forward,
     ),
@@ -404,7 +426,11 @@ input_grad: Operator = Operator(
     f"depthwise_conv_input_grad(Tensor dy, Tensor w, SymInt[] input_size, {_GEOMETRY}) -> Tensor",
     tensors=2,
     reference=reference.depthwise_conv_input_grad,
-    backends=(cuda.input_grad, _on_cpu(_plan_input_grad_on_cpu, formulations.describe_input_grad), native.input_grad),
+    backends=(
+        _on_cuda("input_grad"),
+        _on_cpu(_plan_input_grad_on_cpu, formulations.describe_input_grad),
+        native.input_grad,
+    ),
     check=_check_input_grad,
     fake=_fake_input_grad,
     setup_context=_save,
@@ -420,7 +446,7 @@ weight_grad: Operator = Operator(
     tensors=2,
     reference=reference.depthwise_conv_weight_grad,
     backends=(
-        cuda.weight_grad,
+        _on_cuda("weight_grad"),
         _on_cpu(_plan_weight_grad_on_cpu, formulations.describe_weight_grad),
         native.weight_grad,
     ),

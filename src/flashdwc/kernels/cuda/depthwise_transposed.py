@@ -83,7 +83,7 @@ def weight_grad_layouts(problem: Problem, shared_limit: int) -> list[Transposed]
         return []
 
     def with_height(t: Transposed) -> Transposed:
-        beside = 48 if t.channels == WARPS else 90
+        beside = 48 if t.channels == WARPS else 100
         height = max(1, (REGISTERS - beside) // (t.channels // WARPS * 4 * sixteenths))
         return replace(t, height=-(-v.k // -(-v.k // height)))
 
