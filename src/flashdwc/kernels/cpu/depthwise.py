@@ -22,7 +22,9 @@ from .depthwise_formulations import (
     fresh_strides,
     in_channels_last,
     narrowed,
-    taps_that_meet,
+    taps_of_forward,
+    taps_of_input_grad,
+    taps_of_weight_grad,
 )
 
 _GRADIENT_CHANNELS = 384  # in one weight gradient convolution: wider rows miss the cache, narrower ones cost more calls
@@ -49,7 +51,7 @@ def prepare_forward(
     x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints
 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """What :func:`forward` does with every ``x``, ``w`` and bias of these sizes, strides and types."""
-    if (taps := taps_that_meet(x.shape, w.shape, stride, padding, dilation)) is not None:
+    if (taps := taps_of_forward(x, w, stride, padding, dilation)) is not None:
         smaller = prepare_forward(x, taps.of(w), stride, taps.padding, dilation)
         return lambda x, w, b: smaller(x, taps.of(w), b)
     plan = choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)
@@ -123,7 +125,7 @@ def prepare_input_grad(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """What :func:`input_grad` does with every ``dy`` and ``w`` of these sizes, strides and types."""
     size, channels_last = tuple(input_size), in_channels_last(dy, w)
-    if (taps := taps_that_meet(size, w.shape, stride, padding, dilation)) is not None:
+    if (taps := taps_of_input_grad(dy, w, size, stride, padding, dilation)) is not None:
         smaller = prepare_input_grad(dy, taps.of(w), size, stride, taps.padding, dilation)
         return lambda dy, w: smaller(dy, taps.of(w))
     strides = fresh_strides(size, channels_last)
@@ -175,7 +177,7 @@ def prepare_weight_grad(
     ``weight_stride``: of the result, whose elements lie as in a contiguous tensor.
     """
     size, strides, groups = tuple(weight_size), tuple(weight_stride), x.shape[1]
-    if (taps := taps_that_meet(x.shape, size, stride, padding, dilation)) is not None:
+    if (taps := taps_of_weight_grad(x, size, stride, padding, dilation)) is not None:
         used = (*size[:2], *taps.counts)
         smaller = prepare_weight_grad(x, used, fresh_strides(used, False), stride, taps.padding, dilation)
 

@@ -162,7 +162,8 @@ def choose_input_grad(
     columns, channels_last = w_size[-1], like_channels_last(dy_size, dy_strides)
     if _REGISTER_BLOCK == 4:
         small, inside = min(size[2:]) <= _SMALL_MAP, max(columns - 1 - p for p in padding[2:]) <= _REGISTER_BLOCK
-        return "rotated" if (small and columns > 10 if channels_last else inside and columns > 3) else "torch"
+        many = columns > 10 and math.prod(w_size[2:]) > _FEW_TAPS
+        return "rotated" if (small and many if channels_last else inside and columns > 3) else "torch"
     products = math.prod(size) * math.prod(map(min, size[2:], w_size[2:]))
     map_side, beyond = min(size[2:]), columns - 1 - padding[-1]
     if channels_last or beyond > _REGISTER_BLOCK:  # the pixel kernel, on a copy where the layout is contiguous
@@ -204,10 +205,31 @@ def choose_weight_grad(
     return "torch" if _has_kernels(dtype, w_size) and max(stride) == 1 else "float32"
 
 
+# The taps that a call is made with in place of all. PyTorch's undilated kernels pass over the others by themselves.
+
+
+def taps_of_forward(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Taps | None:
+    steps = stride, padding, dilation
+    as_it_is = choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), *steps) == "direct"
+    return None if as_it_is and max(dilation) == 1 else taps_that_meet(x.shape, w.shape, *steps)
+
+
+def taps_of_input_grad(dy: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Taps | None:
+    steps = stride, padding, dilation
+    as_it_is = choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, *steps) == "torch"
+    return None if as_it_is and max(dilation) == 1 else taps_that_meet(size, w.shape, *steps)
+
+
+def taps_of_weight_grad(x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Taps | None:
+    steps = stride, padding, dilation
+    as_it_is = choose_weight_grad(x.dtype, x.shape, x.stride(), size, *steps) == "torch"
+    return None if as_it_is and max(dilation) == 1 else taps_that_meet(x.shape, size, *steps)
+
+
 def are_all_pytorchs_own(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> bool:
     """Whether the convolution and both its gradients are PyTorch's, as they are."""
     size, w_size, steps = x.shape, w.shape, (stride, padding, dilation)
-    if x.dtype is not torch.float32 or taps_that_meet(size, w_size, *steps) is not None:
+    if x.dtype is not torch.float32 or (max(dilation) > 1 and taps_that_meet(size, w_size, *steps) is not None):
         return False
     out = (size[0], w_size[0], *reference.conv_output_size(size[2:], w_size[2:], *steps))
     dy_strides = fresh_strides(out, in_channels_last(x, w))
@@ -221,13 +243,13 @@ def are_all_pytorchs_own(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dila
 def describe_forward(
     x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, padding: Ints, dilation: Ints, *_: str
 ) -> str:
-    if (taps := taps_that_meet(x.shape, w.shape, stride, padding, dilation)) is not None:
+    if (taps := taps_of_forward(x, w, stride, padding, dilation)) is not None:
         return describe_forward(x, taps.of(w), b, stride, taps.padding, dilation)
     return FORMULATIONS[choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), stride, padding, dilation)]
 
 
 def describe_input_grad(dy: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, *_: str) -> str:
-    if (taps := taps_that_meet(size, w.shape, stride, padding, dilation)) is not None:
+    if (taps := taps_of_input_grad(dy, w, size, stride, padding, dilation)) is not None:
         return describe_input_grad(dy, taps.of(w), size, stride, taps.padding, dilation)
     return FORMULATIONS[choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, stride, padding, dilation)]
 
@@ -235,7 +257,7 @@ def describe_input_grad(dy: Tensor, w: Tensor, size: Ints, stride: Ints, padding
 def describe_weight_grad(
     dy: Tensor, x: Tensor, size: Ints, strides: Ints, stride: Ints, padding: Ints, dilation: Ints, *_: str
 ) -> str:
-    if (taps := taps_that_meet(x.shape, size, stride, padding, dilation)) is not None:
+    if (taps := taps_of_weight_grad(x, size, stride, padding, dilation)) is not None:
         size, padding = (*size[:2], *taps.counts), taps.padding
     return FORMULATIONS[choose_weight_grad(x.dtype, x.shape, x.stride(), size, stride, padding, dilation)]
 
@@ -285,8 +307,7 @@ class Taps(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def taps_that_meet(size: Ints, w_size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Taps | None:
-    """Those that meet more than padding; None where half of all do. With the others padding and dilation of thousands take as
-    much memory."""
+    """Those that meet more than padding; None where all do. With the others padding and dilation of thousands take as much memory."""
     kernel, found = tuple(w_size[2:]), []
     out = reference.conv_output_size(size[2:], kernel, stride, padding, dilation)
     for i, (n, k, s, d, o) in enumerate(zip(size[2:], kernel, stride, dilation, out)):
@@ -295,7 +316,7 @@ def taps_that_meet(size: Ints, w_size: Ints, stride: Ints, padding: Ints, dilati
         last = max(last, k - 1 - high // d)
         found.append((first, last + 1 - first, low - first * d, high - (k - 1 - last) * d))
     firsts, counts, lows, highs = zip(*found)
-    if 2 * math.prod(counts) > math.prod(kernel) or 0 in size:
+    if counts == kernel or 0 in size:
         return None
     return Taps(firsts, counts, tuple(p for pair in zip(lows, highs) for p in pair))
 
