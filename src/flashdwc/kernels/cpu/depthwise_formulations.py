@@ -21,14 +21,15 @@ Forward
   channel multiplier                  input channels repeated
   bfloat16, contiguous, 7-11 columns  the pixel kernel on a channels_last copy
   float16                             float32 and back, but where AVX-512 computes in it: few columns, inside a door
-  float64; stride with wide dilation  PyTorch's convolution if the weights are finite, else a sum over taps
+  float64; stride with wide dilation, PyTorch's convolution if the weights are finite, else a sum over taps
+  or few taps on small planes
 
 Input gradient
   stride 1, dilation or where faster  `forward` of dy by the rotated filter
   else                                PyTorch's transposed convolution, which has a planar kernel for any padding
 
 Weight gradient, summed in float32 at least
-  2-D, few taps, in its own kernels   PyTorch's own gradient
+  2-D, few taps, in its own kernels   PyTorch's own gradient (its kernels know no dilation)
   else                                a convolution of x by dy, a filter as large as the map, in the planar kernel or, with
                                       wide padding or in 3-D, in the pixel kernel: tap (i, j) is output pixel
                                       (i, j), dilation the stride; a stride spreads dy by zeros. The kernels sum in
