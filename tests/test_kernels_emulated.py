@@ -24,6 +24,7 @@ CASES = {
     "few taps": ("direct", (2, 37, 9, 11), (3, 3), 1, 1, 1, 1, channels_last),
     "few taps, strips in turns": ("direct", (3, 8, 9, 10), (3, 3), 1, 1, 1, 1, channels_last),
     "few taps, stride 2": ("direct", (2, 24, 9, 10), (3, 3), 2, 1, 1, 1, channels_last),
+    "octets, a tall filter": ("octets", (2, 64, 20, 15), (13, 2), 1, (1, 0, 6, 6), 1, 1, channels_last),
     "planes": ("planar", (2, 5, 7, 16), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
     "planes of odd width": ("planar", (3, 5, 6, 7), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
     "planes that exchange outputs": ("planar", (3, 5, 7, 7), (3, 3), 1, 1, 1, 1, Tensor.contiguous),
