@@ -91,7 +91,7 @@ class Operator:
         self._registered = self._register(schema, setup_context, backward, vmap)
 
     def __call__(self, *args: Any) -> Tensor:
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return self._compiled(*args)
         tensors, constants = args[: self.tensors], args[self.tensors :]
         y = self.recall(constants, *tensors)
@@ -197,14 +197,14 @@ class Operator:
 
     def run_or_dispatch(self, *args: Any) -> Tensor:
         """For what a transform has unwrapped: plain data, or what only the dispatcher knows how to handle."""
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return self._decomposed(*args)
         special = _differentiable(args[: self.tensors]) is None
         return self._registered(*args) if special or _dispatch_modes() else self.run(*args)
 
     def run(self, *args: Any) -> Tensor:
         """Runs the plan for these arguments' metadata; makes it first where there is none."""
-        if torch.compiler.is_compiling():  # a graph that broke on the way here: plans may take what has no fake
+        if _is_compiling():  # a graph that broke on the way here: plans may take what has no fake
             return self._decomposed(*args)
         tensors = args[: self.tensors]
         return self._plan(tensors, args[self.tensors :])[0](*tensors)

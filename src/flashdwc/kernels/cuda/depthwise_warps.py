@@ -70,9 +70,8 @@ def conv_layouts(problem: Problem, shared_limit: int) -> list[Warps]:
     if max(v.s, h.s) > 1:
         choices += [Warps(blocks, 4, 1, 8, 1)]
     if operands <= FEW_OPERANDS:
-        tall = (
-            Warps(blocks, 4, 1, 8, 2) if v.d > 2 and blocks == 4 else _tall(problem, 8, 2)
-        )  # dilated windows take more registers
+        takes_registers = v.d > 2 and blocks == 4  # dilated windows do
+        tall = Warps(blocks, 4, 1, 8, 2) if takes_registers else _tall(problem, 8, 2)
         choices += [tall] if _enough_warps(problem) or tall.rows == 2 else [Warps(blocks, 8, 1, 4, 2)]
         choices += [Warps(blocks, rows, stages, 8, 2) for rows, stages in ((8, 1), (4, 2), (4, 1), (2, 1))]
     if operands <= 184:
