@@ -155,6 +155,23 @@ def test_infinite_weights_beside_a_single_pixel(channels, dtype):
         assert (y == 1).all()
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("size", [(2, 96, 29, 30), (8, 64, 13, 12), (1, 96, 7, 7), (40, 96, 7, 7)])
+@pytest.mark.parametrize(("kernel", "dilation"), [((3, 3), 5), ((3, 5), (2, 3)), ((1, 11), 1)])
+def test_few_taps_beside_wide_padding(kernel, dilation, size, layout, place):
+    """On the CPU these are sums over taps, or PyTorch's convolution in PyTorch's own graph, by size."""
+    x, w = LAYOUTS[layout](torch.randn(size)).to(**place), torch.randn(size[1], 1, *kernel).to(**place)
+    padding = tuple(d * (k // 2) for k, d in zip(kernel, dilation if isinstance(dilation, tuple) else (dilation,) * 2))
+    check_convolution(x, w, torch.randn(size[1]).to(**place), padding=padding, dilation=dilation)
+    if x.is_cuda:
+        return  # PyTorch's own kernels decide
+    w[:, :, 0, 0] = torch.inf
+    y = depthwise_conv2d(x, w, padding=padding, dilation=dilation)
+    assert y[:, :, : padding[0]].isfinite().all() and y[..., : padding[1]].isfinite().all()
+    trained = depthwise_conv2d(x.requires_grad_(), w.requires_grad_(), padding=padding, dilation=dilation)
+    torch.testing.assert_close(trained, y, equal_nan=True)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kernel", [3, 13])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

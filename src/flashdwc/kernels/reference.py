@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def _taps(
+def taps(
     input_size: Sequence[int],  # spatial
     output_size: Sequence[int],
     kernel: Sequence[int],
@@ -69,8 +69,8 @@ def depthwise_conv(
     size = conv_output_size(x.shape[2:], w.shape[2:], stride, padding, dilation)
     x = x.repeat_interleave(w.shape[0] // x.shape[1], 1)
     y = x.new_zeros(*x.shape[:2], *size)
-    for tap, inner, outer in _taps(x.shape[2:], size, w.shape[2:], stride, padding, dilation):
-        y[outer] += x[inner] * _tap_weight(w, tap)
+    for tap, inner, outer in taps(x.shape[2:], size, w.shape[2:], stride, padding, dilation):
+        y[outer] += x[inner] * tap_weight(w, tap)
     return y if b is None else y + b.view(-1, *[1] * len(size))
 
 
@@ -86,8 +86,8 @@ def depthwise_conv_input_grad(
     """Adjoint of :func:`depthwise_conv` in its input."""
     spatial = tuple(input_size[2:])
     dx = dy.new_zeros(*dy.shape[:2], *spatial)
-    for tap, inner, outer in _taps(spatial, dy.shape[2:], w.shape[2:], stride, padding, dilation):
-        dx[inner] += dy[outer] * _tap_weight(w, tap)
+    for tap, inner, outer in taps(spatial, dy.shape[2:], w.shape[2:], stride, padding, dilation):
+        dx[inner] += dy[outer] * tap_weight(w, tap)
     return dx.unflatten(1, (input_size[1], -1)).sum(2)
 
 
@@ -105,18 +105,18 @@ def depthwise_conv_weight_grad(
     x = x.repeat_interleave(dy.shape[1] // x.shape[1], 1)
     dw = dy.new_zeros(tuple(weight_size))
     over = [0, *range(2, dy.dim())]
-    for tap, inner, outer in _taps(x.shape[2:], dy.shape[2:], weight_size[2:], stride, padding, dilation):
-        dw[_column(tap)] = (x[inner] * dy[outer]).sum(over)
+    for tap, inner, outer in taps(x.shape[2:], dy.shape[2:], weight_size[2:], stride, padding, dilation):
+        dw[column_of(tap)] = (x[inner] * dy[outer]).sum(over)
     return dw
 
 
-def _column(tap: tuple[int, ...]) -> Any:
+def column_of(tap: tuple[int, ...]) -> Any:
     """Index of one tap of all filters."""
     return (slice(None), 0, *tap)
 
 
-def _tap_weight(w: Tensor, tap: tuple[int, ...]) -> Tensor:
-    return w[_column(tap)].view(-1, *[1] * (w.dim() - 2))
+def tap_weight(w: Tensor, tap: tuple[int, ...]) -> Tensor:
+    return w[column_of(tap)].view(-1, *[1] * (w.dim() - 2))
 
 
 def double(reference: Callable[..., Tensor], *args: Any) -> Tensor:

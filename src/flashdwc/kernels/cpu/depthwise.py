@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -12,27 +12,24 @@ from torch import Tensor
 
 from .. import reference
 from ..native import CHANNELS_LAST, CONVOLUTIONS, own, pad
+from . import depthwise_weight_grad as weight_grads
 from .depthwise_formulations import (
     Ints,
-    are_all_pytorchs_own,
+    choose_for_autograd,
     choose_forward,
     choose_input_grad,
     choose_weight_grad,
-    enters_planar_kernel,
     fresh_strides,
     in_channels_last,
+    in_format,
     narrowed,
     taps_of_forward,
     taps_of_input_grad,
     taps_of_weight_grad,
 )
 
-_GRADIENT_CHANNELS = 384  # in one weight gradient convolution: wider rows miss the cache, narrower ones cost more calls
 _PIECE_BYTES = 1 << 19  # of a piece that is copied
 _PIXEL_CHANNELS = 32  # in such a piece, or a multiple
-_SMALL_PIECE, _LARGE_PIECE = 1_000_000, 2_400_000  # bytes of the input of a weight gradient convolution of planes
-# Terms of a weight gradient that are added in sequence: more cost accuracy, fewer cost time. PyTorch adds all in small groups.
-_FEWEST_TERMS, _MOST_TERMS, _MOST_TERMS_OF_PIXELS = 200, 512, 256
 
 
 def forward(
@@ -70,19 +67,11 @@ def prepare_forward(
         return lambda x, w, b: convolution(x, w, b, stride, low, dilation, groups)
     if plan == "pixel":
         return _plan_on_pixels(x, w, stride, low)
+    if plan == "taps":
+        return _plan_over_taps(x, w, stride, padding, dilation)
     if plan == "guarded":
-        out = reference.conv_output_size(x.shape[2:], w.shape[2:], stride, padding, dilation)
-        strides = fresh_strides((x.shape[0], w.shape[0], *out), channels_last)
-
-        def guarded(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-            if _is_finite(w):
-                y = convolution(x, w, b, stride, low, dilation, groups)
-            else:
-                y = _sum_over_taps(x, w, b, stride, padding, dilation)
-            return y if y.stride() == strides else own(_in_format(y, channels_last))
-
-        return guarded
-    return lambda x, w, b: own(_in_format(_forward_by(plan, x, w, b, stride, padding, dilation), channels_last))
+        return _plan_guarded(x, w, stride, padding, dilation)
+    return lambda x, w, b: own(in_format(_forward_by(plan, x, w, b, stride, padding, dilation), channels_last))
 
 
 def prepare_forward_for_autograd(
@@ -90,8 +79,11 @@ def prepare_forward_for_autograd(
 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
     """:func:`prepare_forward` where autograd had better follow PyTorch's convolution: a function of Python in its graph would
     cost small layers a third of their time."""
-    if w.stride() != fresh_strides(w.shape, False) or not are_all_pytorchs_own(x, w, stride, padding, dilation):
+    plan = choose_for_autograd(x, w, stride, padding, dilation)
+    if w.stride() != fresh_strides(w.shape, False) or plan is None:
         return None
+    if plan == "guarded":
+        return _plan_guarded(x, w, stride, padding, dilation)
     run = prepare_forward(x, w, stride, padding, dilation)
     if not in_channels_last(x, w):
         return run
@@ -138,7 +130,7 @@ def prepare_input_grad(
         def as_it_is(dy: Tensor, w: Tensor) -> Tensor:
             dx = transposed(dy, w, None, stride, low, beyond, groups, dilation)
             dx = pad(dx, crop) if cropped else dx
-            return dx if dx.stride() == strides and not cropped else own(_in_format(dx, channels_last))
+            return dx if dx.stride() == strides and not cropped else own(in_format(dx, channels_last))
 
         return as_it_is
     if plan == "rotated":
@@ -150,10 +142,10 @@ def prepare_input_grad(
 
         def rotated(dy: Tensor, w: Tensor) -> Tensor:
             dx = convolve(dy if inside else pad(dy, cut), w.flip(axes), None)
-            return dx if dx.stride() == strides else own(_in_format(dx, channels_last))
+            return dx if dx.stride() == strides else own(in_format(dx, channels_last))
 
         return rotated
-    return lambda dy, w: own(_in_format(_input_grad_by(plan, dy, w, size, stride, padding, dilation), channels_last))
+    return lambda dy, w: own(in_format(_input_grad_by(plan, dy, w, size, stride, padding, dilation), channels_last))
 
 
 def weight_grad(
@@ -248,7 +240,51 @@ def _forward_by(
 
 
 def _is_finite(w: Tensor) -> bool:
-    return math.isfinite(w.sum(dtype=torch.promote_types(w.dtype, torch.float32)).item())
+    w = w.detach()
+    total = w.sum() if w.itemsize > 2 else w.sum(dtype=torch.float32)  # the argument alone costs as much as the sum
+    return math.isfinite(total.item())
+
+
+def _plan_guarded(
+    x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    convolution, low, groups, channels_last = (
+        CONVOLUTIONS[len(stride)],
+        padding[::2],
+        x.shape[1],
+        in_channels_last(x, w),
+    )
+    strides = fresh_strides(_output_size(x, w, stride, padding, dilation), channels_last)
+
+    def run(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        if _is_finite(w):
+            y = convolution(x, w, b, stride, low, dilation, groups)
+        else:
+            y = _sum_over_taps(x, w, b, stride, padding, dilation)
+        return y if y.stride() == strides else own(in_format(y, channels_last))
+
+    return run
+
+
+def _plan_over_taps(
+    x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    size = _output_size(x, w, stride, padding, dilation)
+    strides = fresh_strides(size, in_channels_last(x, w))
+    over = tuple(reference.taps(x.shape[2:], size[2:], w.shape[2:], stride, padding, dilation))
+
+    def run(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        y = x.new_empty_strided(size, strides)
+        y = y.zero_() if b is None else y.copy_(b.view(-1, *[1] * len(stride)))
+        for tap, inner, outer in over:
+            y[outer].addcmul_(x[inner], reference.tap_weight(w, tap))
+        return y
+
+    return run
+
+
+def _output_size(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Ints:
+    return (x.shape[0], w.shape[0], *reference.conv_output_size(x.shape[2:], w.shape[2:], stride, padding, dilation))
 
 
 def _sum_over_taps(x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
@@ -344,15 +380,17 @@ def _weight_grad_by(
     plan: str, dy: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints
 ) -> Tensor:
     if plan == "convolution":
-        return _weight_grad_as_convolution(dy, x, size, stride, padding[::2], dilation)
+        return weight_grads.as_convolution(dy, x, size, stride, padding[::2], dilation)
     if plan == "empty":
         return dy.new_zeros(size)
+    if plan == "taps":
+        return weight_grads.over_taps(dy, x, size, stride, padding, dilation)
     if plan == "float32":
         return weight_grad(dy.float(), x.float(), size, stride, padding, dilation).to(x.dtype)
     if plan == "multiplier":
         # not by PyTorch's kernels for one output a channel: they add in longer sequences than those for several
         x = x.repeat_interleave(size[0] // x.shape[1], 1)
-        return _weight_grad_as_convolution(dy, x, size, stride, padding[::2], dilation)
+        return weight_grads.as_convolution(dy, x, size, stride, padding[::2], dilation)
     low = _twice(_smaller_sides(padding))
     return weight_grad(dy, pad(x, [p - q for p, q in zip(padding, low)]), size, stride, low, dilation)
 
@@ -361,106 +399,6 @@ def _weight_grad_by(
 def _sized(size: Ints, dtype: torch.dtype) -> Tensor:
     """Stands in for an operand of which only the size is read. Kept, as the cost of making one shows in small calls."""
     return torch.empty(size, dtype=dtype, device="cpu")
-
-
-def _weight_grad_as_convolution(dy: Tensor, x: Tensor, size: Ints, stride: Ints, low: Ints, dilation: Ints) -> Tensor:
-    """``dw[i] = sum_o dy[o] x[o * stride + i * dilation - low]``: a block of rows of dy is the filter, i the output."""
-    rank, height, (out_height, *out) = len(stride), x.shape[2], dy.shape[2:]
-    if rank == 2 and out[0] > max(_MOST_TERMS, out_height):  # rows too long for a block: cut the columns
-        geometry = (*size[:2], size[3], size[2]), stride[::-1], low[::-1], dilation[::-1]
-        return _weight_grad_as_convolution(dy.transpose(2, 3), x.transpose(2, 3), *geometry).transpose(2, 3)
-    last = (out_height - 1) * stride[0] + dilation[0] * (size[2] - 1) + 1 - low[0]  # dy meets the rows of x before it
-    if last <= 0:
-        return x.new_zeros(size)
-    within = low[-1] <= (out[-1] - 1) * stride[-1]  # the planar kernel wants padding narrower than the filter
-    planar = rank == 2 and within and enters_planar_kernel(low[1], size[3])
-    most = _MOST_TERMS if planar else _MOST_TERMS_OF_PIXELS
-    terms = max(_FEWEST_TERMS, min(most, out_height * math.prod(out) // 6))
-    blocks = -(-out_height // max(1, terms // math.prod(out)))
-    rows = -(-out_height // blocks)
-    planar = planar and (blocks > 1 or low[0] <= (out_height - 1) * stride[0])
-    by = _weight_grad_of_planes if planar else _weight_grad_of_pixels
-    return by(dy, x, size, stride, low, dilation, blocks, rows, last - height).to(x.dtype)
-
-
-def _weight_grad_of_planes(
-    dy: Tensor,
-    x: Tensor,
-    size: Ints,
-    stride: Ints,
-    low: Ints,
-    dilation: Ints,
-    blocks: int,
-    rows: int,  # of dy in a block
-    below: int,  # rows that dy meets below x
-) -> Tensor:  # float32
-    """All blocks of all maps are the channels of one convolution, or of a few whose operands stay in the cache."""
-    n, c, height, width = x.shape
-    span = (rows - 1) * stride[0] + dilation[0] * (size[2] - 1) + 1
-    # a single block leaves the padded rows to the convolution, which skips them
-    above, beyond = (low[0], 0) if blocks > 1 else (0, low[0])
-    missing = blocks * rows - dy.shape[2]
-    below = below + missing * stride[0] if blocks > 1 else min(0, below)
-    total = 4 * n * c * blocks * span * width  # bytes
-    pieces = max(1, min(3, total // _SMALL_PIECE), -(-total // _LARGE_PIECE))
-    channels = -(-n * c // pieces)
-    planes, planes_dy = x.reshape(n * c, height, width), dy.reshape(n * c, *dy.shape[2:])
-    parts = []
-    for first in range(0, n * c, channels):
-        maps, filters = planes[first : first + channels].float(), planes_dy[first : first + channels].float()
-        maps = pad(maps, (above, below, 0, 0)) if above or below else maps
-        filters = pad(filters, (0, missing, 0, 0)) if missing else filters
-        folded = blocks * maps.shape[0]
-        maps = maps.unfold(1, span, rows * stride[0]).transpose(2, 3) if blocks > 1 else maps
-        filters = _spread(filters.reshape(folded, 1, rows, -1), stride)
-        part = F.conv2d(maps.reshape(1, folded, -1, width), filters, None, dilation, (beyond, low[1]), 1, folded)
-        part = narrowed(part, size[2:]).reshape(-1, blocks, *size[2:])
-        parts.append(part.sum(1, keepdim=True) if blocks > 1 else part)
-    dw = torch.cat(parts) if pieces > 1 else parts[0]  # [N * C, 1, *kernel]
-    return dw if n == 1 else dw.view(n, *size).sum(0)
-
-
-def _weight_grad_of_pixels(
-    dy: Tensor, x: Tensor, size: Ints, stride: Ints, low: Ints, dilation: Ints, blocks: int, rows: int, below: int
-) -> Tensor:
-    """As :func:`_weight_grad_of_planes`, for two or three dimensions. The maps of some samples are the channels."""
-    rank, channels, height = len(stride), x.shape[1], x.shape[2]
-    reach = dilation[0] * (size[2] - 1)
-    above, beyond = (low[0], 0) if blocks > 1 else (0, low[0])
-    below = max(0, below) if blocks > 1 else min(0, below)
-    samples = max(1, _GRADIENT_CHANNELS // channels)
-    parts = []
-    for some_x, some_dy in zip(x.split(samples), dy.split(samples)):
-        folded = some_x.shape[0] * channels
-        pixels = some_x.permute(*range(2, 2 + rank), 0, 1)[: height + min(0, below)]  # [*spatial, n, C]
-        if above or below > 0 or pixels.dtype is not torch.float32 or not pixels.is_contiguous():
-            padded = pixels.new_zeros((above + height + below, *pixels.shape[1:]), dtype=torch.float32)
-            padded[above : above + pixels.shape[0]] = pixels
-            pixels = padded
-        maps = pixels.flatten(-2).unsqueeze(0).movedim(-1, 1)  # channels_last
-        if folded == 1:  # PyTorch takes a stride that no element needs at its word
-            maps = _in_format(maps, False)
-        total: Tensor | None = None
-        for i, block in enumerate(some_dy.split(rows, 2)):
-            filters = _spread(block.float(), stride)
-            filters = filters.reshape(folded, 1, *filters.shape[2:])
-            window = maps.narrow(2, i * rows * stride[0], filters.shape[2] + reach) if blocks > 1 else maps
-            part = CONVOLUTIONS[rank](window, filters, None, dilation, (beyond, *low[1:]), 1, folded)
-            total = part if total is None else total.add_(part)
-        assert total is not None
-        part = narrowed(total, size[2:]).transpose(0, 1)
-        parts.append(part if folded == channels else part.unflatten(0, (-1, channels)).sum(0))
-    return reduce(torch.add, parts)
-
-
-def _spread(dy: Tensor, stride: Ints) -> Tensor:
-    """Puts ``stride - 1`` zeros between neighbours."""
-    if max(stride) == 1:
-        return dy
-    spread = dy.new_zeros(*dy.shape[:2], *((n - 1) * s + 1 for n, s in zip(dy.shape[2:], stride)))
-    index: tuple[slice, ...] = tuple(slice(None, None, s) for s in (1, 1, *stride))
-    spread[index] = dy
-    return spread
 
 
 # -------------------------------------------------------------------------------------------------------------- shared
@@ -472,14 +410,3 @@ def _twice(values: Ints) -> Ints:
 
 def _smaller_sides(padding: Ints) -> Ints:
     return tuple(map(min, padding[::2], padding[1::2]))
-
-
-def _in_format(y: Tensor, channels_last: bool) -> Tensor:
-    """Dense in the format, with a fresh tensor's strides, also where a dimension of 1 leaves them free."""
-    strides = fresh_strides(y.shape, channels_last)
-    if y.stride() == strides:
-        return y
-    fmt = CHANNELS_LAST[y.dim()] if channels_last else torch.contiguous_format
-    if not y.is_contiguous(memory_format=fmt):
-        y = y.contiguous(memory_format=fmt)
-    return y.as_strided(y.shape, strides)

@@ -15,14 +15,14 @@ Forward
   contiguous, wide padding            AVX-512: the pixel kernel on a channels_last copy; AVX2: the transposed convolution
   channels_last, where pixels are     the transposed convolution by the rotated filter: AVX-512: 12 or 13 columns; AVX2: 7 or
   slower                              more on maps that are large against them
-  dilation outside the planar door    an undilated convolution of the interleaved sub-maps, folded into the batch
+  dilation outside the planar door    few taps: a sum over taps, of whole maps; else an undilated convolution of the
+                                      interleaved sub-maps, folded into the batch
   one channel                         no kernel is depthwise for it: the batch becomes the channels
   unequal padding                     both sides padded by the larger amount, the result cropped
   channel multiplier                  input channels repeated
   bfloat16, contiguous, 7-11 columns  the pixel kernel on a channels_last copy
   float16                             float32 and back, but where AVX-512 computes in it: few columns, inside a door
-  float64; stride with wide dilation, PyTorch's convolution if the weights are finite, else a sum over taps
-  or few taps on small planes
+  float64; stride with wide dilation  PyTorch's convolution if the weights are finite, else a sum over taps
 
 Input gradient
   stride 1, dilation or where faster  `forward` of dy by the rotated filter
@@ -30,6 +30,7 @@ Input gradient
 
 Weight gradient, summed in float32 at least
   2-D, few taps, in its own kernels   PyTorch's own gradient (its kernels know no dilation)
+  2-D, few taps, dilated              AVX2: a sum for each tap
   else                                a convolution of x by dy, a filter as large as the map, in the planar kernel or, with
                                       wide padding or in 3-D, in the pixel kernel: tap (i, j) is output pixel
                                       (i, j), dilation the stride; a stride spreads dy by zeros. The kernels sum in
@@ -69,6 +70,8 @@ _SMALL_MAP = 14  # rows or columns: on smaller maps the detours cost more than t
 _WORTH_ROTATING = 10_000_000  # products; the same for rotating the filter
 _RATHER_FEW_TAPS, _FEW_TAPS, _VERY_FEW_TAPS = 49, 25, 15  # for which PyTorch's weight gradient is good
 _FEW_CHANNELS, _SMALL_INPUT, _MEDIUM_INPUT = 64, 10_000, 400_000  # of all samples together; elements
+# Products: the detours cost more than PyTorch's small matrix products, and a function in Python in the graph more yet.
+_SMALL_WORK = 1_000_000
 
 # What the plans do, for `explain`; the comment on top says where each applies.
 FORMULATIONS = {
@@ -79,6 +82,7 @@ FORMULATIONS = {
     "rotated": "a convolution by the rotated filter",
     "convolution": "a convolution of the input by the output gradient",
     "dilation phases": "an undilated convolution of each interleaved sub-map",
+    "taps": "a sum over taps",
     "guarded": "PyTorch's convolution if the weights are finite, else a sum over taps",
     "one channel": "the batch folded into channels",
     "multiplier": "input channels repeated",
@@ -131,8 +135,16 @@ def choose_forward(
         return "float32"
     if not dilated:
         return "transposed" if transposable and _REGISTER_BLOCK == 4 else "pixel"
-    few = not channels_last and math.prod(kernel) <= _VERY_FEW_TAPS and math.prod(size) <= _MEDIUM_INPUT
-    return "dilation phases" if max(stride) == 1 and not few else "guarded"
+    if max(stride) > 1:
+        return "guarded"
+    few = math.prod(kernel) <= _VERY_FEW_TAPS and dtype is torch.float32
+    if _REGISTER_BLOCK == 4:
+        if not channels_last and _is_small(size, w_size) and (columns <= _FEW_COLUMNS or not few):
+            return "guarded"
+        worth = not channels_last or min(size[2:]) <= _SMALL_MAP
+    else:
+        worth = not channels_last and math.prod(size) <= _MEDIUM_INPUT
+    return "taps" if few and worth else "dilation phases"
 
 
 @lru_cache(maxsize=4096)
@@ -197,7 +209,8 @@ def choose_weight_grad(
         return "convolution"
     foreign = max(dilation) > 1 or (planar and not in_its_kernel and not idle)
     if foreign and math.prod(size) > _SMALL_INPUT:
-        return "convolution"
+        very_few = max(dilation) > 1 and math.prod(w_size[2:]) <= _VERY_FEW_TAPS and _REGISTER_BLOCK == 4
+        return "taps" if very_few and dtype is torch.float32 and not (planar and max(stride) > 1) else "convolution"
     if dtype is torch.float32:
         return "torch"
     if not in_its_kernel:  # which alone sums halves in float32
@@ -227,18 +240,30 @@ def taps_of_weight_grad(x: Tensor, size: Ints, stride: Ints, padding: Ints, dila
     return None if as_it_is and max(dilation) == 1 else taps_that_meet(x.shape, size, *steps)
 
 
-def are_all_pytorchs_own(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> bool:
-    """Whether the convolution and both its gradients are PyTorch's, as they are."""
+def choose_for_autograd(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> str | None:
+    """The convolution of PyTorch's that autograd had better follow than our own function with its gradients, if any."""
     size, w_size, steps = x.shape, w.shape, (stride, padding, dilation)
-    if x.dtype is not torch.float32 or (max(dilation) > 1 and taps_that_meet(size, w_size, *steps) is not None):
-        return False
+    plan = choose_forward(x.dtype, size, x.stride(), w_size, w.stride(), *steps)
+    channels_last = in_channels_last(x, w)
+    if x.dtype is not torch.float32 or plan == "empty":
+        return None
+    simple = w_size[0] == size[1] > 1 and symmetric(padding) and len(stride) == 2 and not channels_last
+    few = max(dilation) > 1 or math.prod(w_size[2:]) <= _VERY_FEW_TAPS
+    if plan != "direct" and _REGISTER_BLOCK == 4 and simple and few and _is_small(size, w_size):
+        return "guarded"
+    if max(dilation) > 1 and taps_that_meet(size, w_size, *steps) is not None:
+        return None
     out = (size[0], w_size[0], *reference.conv_output_size(size[2:], w_size[2:], *steps))
-    dy_strides = fresh_strides(out, in_channels_last(x, w))
-    return (
-        choose_forward(x.dtype, size, x.stride(), w_size, w.stride(), *steps) == "direct"
-        and choose_input_grad(x.dtype, size, out, dy_strides, w_size, *steps) == "torch"
+    own = (
+        plan == "direct"
+        and choose_input_grad(x.dtype, size, out, fresh_strides(out, channels_last), w_size, *steps) == "torch"
         and choose_weight_grad(x.dtype, size, x.stride(), w_size, *steps) == "torch"
     )
+    return plan if own else None
+
+
+def _is_small(size: Ints, w_size: Ints) -> bool:
+    return math.prod(size) * math.prod(w_size[2:]) <= _SMALL_WORK
 
 
 def describe_forward(
@@ -271,6 +296,17 @@ def in_channels_last(x: Tensor, w: Tensor) -> bool:
 def fresh_strides(size: Ints, channels_last: bool) -> Ints:
     fmt = CHANNELS_LAST[len(size)] if channels_last else torch.contiguous_format
     return torch.empty(size, device="meta", memory_format=fmt).stride()
+
+
+def in_format(y: Tensor, channels_last: bool) -> Tensor:
+    """Dense in the format, with a fresh tensor's strides, also where a dimension of 1 leaves them free."""
+    strides = fresh_strides(y.shape, channels_last)
+    if y.stride() == strides:
+        return y
+    fmt = CHANNELS_LAST[y.dim()] if channels_last else torch.contiguous_format
+    if not y.is_contiguous(memory_format=fmt):
+        y = y.contiguous(memory_format=fmt)
+    return y.as_strided(y.shape, strides)
 
 
 def enters_planar_kernel(padding: int, columns: int) -> bool:
