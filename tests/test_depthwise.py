@@ -349,3 +349,18 @@ def test_empty_batch(place):
 def test_far_end_of_each_long_axis(size, place):
     """A grid stops at 65535 blocks along y and z. https://github.com/SandAI-org/MagiAttention/pull/40"""
     check_convolution(randn(*size, **place), randn(size[1], 1, 3, 3, **place), padding=1)
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "padding"), [((1, 3, 1, 1), (2, 2), 1), ((2, 3, 4, 1), (3, 2), (0, 1)), ((3, 1, 1), (2, 2), 1)]
+)
+def test_transposed_convolution_of_no_pixels(size, kernel, padding):
+    """As PyTorch's: a crop may leave nothing."""
+    x, w, b = (torch.randn(n, requires_grad=True) for n in (size, (3, 2, *kernel), (6,)))
+    y, expected = (
+        f(x, w, b, padding=padding, **groups)
+        for f, groups in ((depthwise_conv_transpose2d, {}), (F.conv_transpose2d, {"groups": 3}))
+    )
+    assert y.shape == expected.shape and y.numel() == 0
+    for gradient in torch.autograd.grad(y.sum(), (x, w, b)):
+        assert not gradient.any()

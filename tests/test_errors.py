@@ -33,6 +33,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     ),
     "a dense weight": (lambda: depthwise_conv2d(X, torch.randn(4, 2, 3, 3)), ValueError, ["weight", "(4, 2, 3, 3)"]),
     "no channels": (lambda: depthwise_conv2d(X[:, :0], W[:0]), ValueError, ["weight", "0 channels"]),
+    "padding beyond 64 bits": (lambda: depthwise_conv2d(X, W, padding=2**62), ValueError, ["padding", "2^62"]),
     "no taps": (lambda: depthwise_conv2d(X, W[:, :, :0]), ValueError, ["kernel size", "positive", "(0, 3)"]),
     "size of the bias": (lambda: depthwise_conv2d(X, W, torch.randn(3)), ValueError, ["bias", "(4,)", "(3,)"]),
     "rank of the bias": (lambda: depthwise_conv2d(X, W, torch.randn(4, 1)), ValueError, ["bias", "(4,)", "(4, 1)"]),

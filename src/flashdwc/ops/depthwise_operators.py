@@ -67,6 +67,8 @@ def _check_geometry(
         raise ValueError(f"precision: expected None, 'ieee' or 'tf32', got {precision!r}")
     for i, (n, k, d) in enumerate(zip(spatial, kernel, dilation)):
         padded, reach = n + padding[2 * i] + padding[2 * i + 1], d * (k - 1) + 1
+        if padded >= 2**62:
+            raise ValueError(f"padding: expected a padded input smaller than 2^62, got size {padded} of dimension {i}")
         if padded < reach:
             raise ValueError(
                 f"weight: expected a kernel that fits the padded input, got extent {reach} (size {k}, dilation {d}) "
