@@ -311,9 +311,8 @@ def depthwise_conv_transpose2d(
     whole = [n + e - i for n, e, i in zip(size, extra, inside)]
     if any(n < 0 for n in whole):
         raise ValueError(f"input: expected an output of no negative size, got output size {tuple(whole)}")
-    if any(
-        n < 1 for n in size
-    ):  # at most appended zeros are left, which depend on nothing; the sums keep autograd's graph
+    if any(n < 1 for n in size):
+        # at most appended zeros are left, which depend on nothing; the sums keep autograd's graph
         nothing = x[..., :0].sum() + weight[..., :0].sum()
         y = nothing.expand(x.shape[0], channels * multiplier, *whole).contiguous(memory_format=output_format(x, weight))
         y = y if bias is None else y + bias.view(-1, 1, 1)

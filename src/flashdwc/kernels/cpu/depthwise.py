@@ -194,8 +194,10 @@ def prepare_weight_grad(
 
         return as_it_is
 
+    over_taps = weight_grads.plan_over_taps(x, size, stride, padding, dilation) if plan == "taps" else None
+
     def run(dy: Tensor, x: Tensor) -> Tensor:
-        dw = _weight_grad_by(plan, dy, x, size, stride, padding, dilation)
+        dw = over_taps(dy, x) if over_taps else _weight_grad_by(plan, dy, x, size, stride, padding, dilation)
         return own(dw if dw.stride() == strides else dw.contiguous().as_strided_(size, strides))
 
     return run
@@ -248,12 +250,8 @@ def _is_finite(w: Tensor) -> bool:
 def _plan_guarded(
     x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints
 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    convolution, low, groups, channels_last = (
-        CONVOLUTIONS[len(stride)],
-        padding[::2],
-        x.shape[1],
-        in_channels_last(x, w),
-    )
+    convolution, low, groups = CONVOLUTIONS[len(stride)], padding[::2], x.shape[1]
+    channels_last = in_channels_last(x, w)
     strides = fresh_strides(_output_size(x, w, stride, padding, dilation), channels_last)
 
     def run(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -383,8 +381,6 @@ def _weight_grad_by(
         return weight_grads.as_convolution(dy, x, size, stride, padding[::2], dilation)
     if plan == "empty":
         return dy.new_zeros(size)
-    if plan == "taps":
-        return weight_grads.over_taps(dy, x, size, stride, padding, dilation)
     if plan == "float32":
         return weight_grad(dy.float(), x.float(), size, stride, padding, dilation).to(x.dtype)
     if plan == "multiplier":

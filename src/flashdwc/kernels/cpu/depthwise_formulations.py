@@ -22,7 +22,8 @@ Forward
   channel multiplier                  input channels repeated
   bfloat16, contiguous, 7-11 columns  the pixel kernel on a channels_last copy
   float16                             float32 and back, but where AVX-512 computes in it: few columns, inside a door
-  float64; stride with wide dilation  PyTorch's convolution if the weights are finite, else a sum over taps
+  float64; stride with wide dilation; PyTorch's convolution if the weights are finite, else a sum over taps
+  AVX2: dilation, little work
 
 Input gradient
   stride 1, dilation or where faster  `forward` of dy by the rotated filter
@@ -224,29 +225,36 @@ def choose_weight_grad(
 
 def taps_of_forward(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Taps | None:
     steps = stride, padding, dilation
-    as_it_is = choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), *steps) == "direct"
-    return None if as_it_is and max(dilation) == 1 else taps_that_meet(x.shape, w.shape, *steps)
+    plan = choose_forward(x.dtype, x.shape, x.stride(), w.shape, w.stride(), *steps)
+    return _taps_of_call(plan == "direct", x.shape, w.shape, *steps)
 
 
 def taps_of_input_grad(dy: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Taps | None:
     steps = stride, padding, dilation
-    as_it_is = choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, *steps) == "torch"
-    return None if as_it_is and max(dilation) == 1 else taps_that_meet(size, w.shape, *steps)
+    plan = choose_input_grad(dy.dtype, size, dy.shape, dy.stride(), w.shape, *steps)
+    return _taps_of_call(plan == "torch", size, w.shape, *steps)
 
 
 def taps_of_weight_grad(x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Taps | None:
     steps = stride, padding, dilation
-    as_it_is = choose_weight_grad(x.dtype, x.shape, x.stride(), size, *steps) == "torch"
-    return None if as_it_is and max(dilation) == 1 else taps_that_meet(x.shape, size, *steps)
+    plan = choose_weight_grad(x.dtype, x.shape, x.stride(), size, *steps)
+    return _taps_of_call(plan == "torch", x.shape, size, *steps)
+
+
+def _taps_of_call(
+    is_pytorchs: bool, size: Ints, w_size: Ints, stride: Ints, padding: Ints, dilation: Ints
+) -> Taps | None:
+    passes_over = is_pytorchs and max(dilation) == 1
+    return None if passes_over else taps_that_meet(size, w_size, stride, padding, dilation)
 
 
 def choose_for_autograd(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> str | None:
     """The convolution of PyTorch's that autograd had better follow than our own function with its gradients, if any."""
     size, w_size, steps = x.shape, w.shape, (stride, padding, dilation)
+    if x.dtype is not torch.float32 or 0 in size:
+        return None
     plan = choose_forward(x.dtype, size, x.stride(), w_size, w.stride(), *steps)
     channels_last = in_channels_last(x, w)
-    if x.dtype is not torch.float32 or plan == "empty":
-        return None
     simple = w_size[0] == size[1] > 1 and symmetric(padding) and len(stride) == 2 and not channels_last
     few = max(dilation) > 1 or math.prod(w_size[2:]) <= _VERY_FEW_TAPS
     if plan != "direct" and _REGISTER_BLOCK == 4 and simple and few and _is_small(size, w_size):

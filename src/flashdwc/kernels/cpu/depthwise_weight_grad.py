@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import reduce
 
 import torch
@@ -20,16 +21,23 @@ _SMALL_PIECE, _LARGE_PIECE = 1_000_000, 2_400_000  # bytes of the input of a wei
 _FEWEST_TERMS, _MOST_TERMS, _MOST_TERMS_OF_PIXELS = 200, 512, 256
 
 
-def over_taps(dy: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """Of some samples at a time, whose products stay in the cache."""
+def plan_over_taps(
+    x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A sum for each tap, of some samples at a time, whose products stay in the cache."""
     samples = max(1, _PIECE_ELEMENTS * x.shape[0] // x.numel())
-    over = tuple(reference.taps(x.shape[2:], dy.shape[2:], size[2:], stride, padding, dilation))
+    out = reference.conv_output_size(x.shape[2:], size[2:], stride, padding, dilation)
+    over = tuple(reference.taps(x.shape[2:], out, size[2:], stride, padding, dilation))
     along = (0, *range(2, x.dim()))
-    dw = x.new_zeros(size)
-    for some_x, some_dy in zip(x.split(samples), dy.split(samples)):
-        for tap, inner, outer in over:
-            dw[reference.column_of(tap)] += (some_x[inner] * some_dy[outer]).sum(along)
-    return dw
+
+    def run(dy: Tensor, x: Tensor) -> Tensor:
+        dw = x.new_zeros(size)
+        for some_x, some_dy in zip(x.split(samples), dy.split(samples)):
+            for tap, inner, outer in over:
+                dw[reference.column_of(tap)] += (some_x[inner] * some_dy[outer]).sum(along)
+        return dw
+
+    return run
 
 
 def as_convolution(dy: Tensor, x: Tensor, size: Ints, stride: Ints, low: Ints, dilation: Ints) -> Tensor:
